@@ -1,0 +1,31 @@
+"""Errors and warnings. Each derives from the builtin that it refines."""
+
+from __future__ import annotations
+
+
+class ThunderPatchError(Exception):
+    """The root of every error that thunderpatch raises on its own account."""
+
+
+class SelectionError(ThunderPatchError, LookupError):
+    """No module matches, or the selectors contradict each other or cannot be read."""
+
+
+class ArgumentError(ThunderPatchError, TypeError):
+    """An argument is of the wrong kind, or an option is not one that thunderfx takes."""
+
+
+class AlreadyPatchedError(ThunderPatchError, ValueError):
+    """A module is patched with other options than those asked for."""
+
+
+class CompileError(ThunderPatchError, RuntimeError):
+    """A region could not be compiled, or a compiled region cannot do what is asked of it."""
+
+
+class UnsupportedEnvironmentError(ThunderPatchError, ImportError):
+    """The installed torch and lightning-thunder cannot work together."""
+
+
+class ThunderPatchWarning(UserWarning):
+    """The root of every warning that thunderpatch issues."""
