@@ -1,4 +1,4 @@
-"""Small models of plain torch.nn for the command line, and a loop that trains the language model on real text.
+"""Small models of plain torch.nn for the command line, and a loop that trains the language model.
 
 Each factory in `MODELS` returns a model and a tuple of inputs for it. They are sized for a CPU: built and run
 once in well under a second.
@@ -51,7 +51,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class GPT(nn.Module):
@@ -138,7 +139,8 @@ class MixerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.across_patches(self.norm1(x).transpose(1, 2)).transpose(1, 2)
-        return x + self.across_channels(self.norm2(x))
+        out: Tensor = x + self.across_channels(self.norm2(x))
+        return out
 
 
 class MLPMixer(nn.Module):
@@ -212,8 +214,8 @@ def train(
 ) -> Training:
     """Train a language model like `GPT` to predict the next byte of `text()`.
 
-    The batches depend on `seed` alone, so that two trainings of equal models can be compared step by step. They
-    follow the model's device. `steps` is 2 or more. `on_step(step, loss)` is called after each step. The
+    The batches depend on `seed` alone, so that two trainings of equal models can be compared step by step;
+    they follow the model's device. `steps` is 2 or more. `on_step(step, loss)` is called after each step. The
     optimizer is AdamW with a learning rate of 3e-3.
     """
     if steps < 2:
@@ -230,7 +232,7 @@ def train(
         logits = model(windows[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         optimizer.step()
         training.losses.append(loss.item())  # also waits for a GPU to finish the step
         training.seconds.append(time.perf_counter() - began)

@@ -1,0 +1,192 @@
+"""What ran where, per FQN: the data of a report and its text, HTML and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+
+from thunderpatch.tables import Column, Note, page, plain, screen
+
+
+class Status(str, Enum):
+    """How the calls of a patched module ran, in the order in which they deserve attention."""
+
+    LATCHED = "latched"  # failed, and runs its original since
+    EAGER = "eager"  # at least one call ran the original
+    DISPLACED = "displaced"  # a foreign wrapper took our place
+    BYPASSED = "bypassed"  # a fused path of PyTorch computes the module without calling it
+    NEVER_CALLED = "never called"
+    INLINED = "inlined"  # an outer torch.compile took the original in
+    ROUTED = "routed"  # sent elsewhere because thunder is known to get it wrong
+    DISABLED = "disabled"
+    RESTORED = "restored"
+    PARTLY = "partly"  # some partitions in thunder, some in inductor
+    COMPILED = "compiled"
+
+    __str__ = str.__str__
+
+
+ATTENTION = {status: rank for rank, status in enumerate(Status)}
+COLOURS = {Status.LATCHED: "red", Status.EAGER: "red", Status.COMPILED: "green", Status.PARTLY: "green"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One module of a report.
+
+    What belongs to compiled code (graphs, partitions, operations, recompiles, seconds) is told for the code
+    that this module runs; modules with the same `group` run the same code, and totals count it once.
+    `seconds` are those of the first call, by stage ("dynamo", "thunder", "inductor"). `shared_with` is the
+    number of other modules that run the same code, those of other models included. `graph_breaks` holds pairs
+    of source line and cause.
+    """
+
+    fqn: str
+    cls: str
+    status: Status
+    reason: str = ""
+    calls: int = 0
+    compiled_calls: int = 0
+    graphs: int = 0
+    graph_breaks: Sequence[tuple[str, str]] = ()
+    thunder_partitions: int = 0
+    inductor_partitions: int = 0
+    ops_thunder: int = 0
+    ops_inductor: int = 0
+    split_reasons: Sequence[str] = ()
+    routes: Sequence[str] = ()
+    recompiles: int = 0
+    recompile_reasons: Sequence[str] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    shared_with: int = 0
+    group: str = ""
+
+    def notes(self) -> Iterator[tuple[str, str]]:
+        """Yield (kind, text) of all that a table cell has no room for."""
+        if self.reason:
+            yield str(self.status), self.reason
+        yield from (("routed", route) for route in self.routes if route != self.reason)
+        yield from (("graph break", f"{where}: {why}") for where, why in self.graph_breaks)
+        yield from (("split", reason) for reason in self.split_reasons)
+        yield from (("recompiled", reason) for reason in self.recompile_reasons)
+
+
+def _partitions(count: int, ops: int) -> str:
+    return f"{count} ({ops} ops)" if count else ""
+
+
+def _seconds(row: Row, stage: str) -> str:
+    return f"{row.seconds[stage]:.2f}" if stage in row.seconds else ""
+
+
+COLUMNS: tuple[Column[Row], ...] = (
+    Column("module", lambda row: row.fqn or "(model)"),
+    Column("class", lambda row: row.cls, keep=3),
+    Column("status", lambda row: str(row.status), style=lambda row: COLOURS.get(row.status, "yellow")),
+    Column("compiled/calls", lambda row: f"{row.compiled_calls}/{row.calls}", keep=1, number=True),
+    Column("graphs", lambda row: str(row.graphs), keep=2, number=True),
+    Column("thunder", lambda row: _partitions(row.thunder_partitions, row.ops_thunder), keep=4, number=True),
+    Column(
+        "inductor", lambda row: _partitions(row.inductor_partitions, row.ops_inductor), keep=5, number=True
+    ),
+    Column("shared with", lambda row: str(row.shared_with or ""), keep=6, number=True),
+    Column("breaks", lambda row: str(len(row.graph_breaks) or ""), keep=7, number=True),
+    Column("recompiles", lambda row: str(row.recompiles or ""), keep=8, number=True),
+    Column("dynamo s", lambda row: _seconds(row, "dynamo"), keep=9, number=True),
+    Column("thunder s", lambda row: _seconds(row, "thunder"), keep=10, number=True),
+    Column("inductor s", lambda row: _seconds(row, "inductor"), keep=11, number=True),
+)
+
+
+class Report:
+    """What happened to each selected module, sorted by what deserves attention.
+
+    Prints as a table that fits the terminal, shows as a table in a notebook, and turns into plain data with
+    `to_dict` and `to_json`. `report["blocks.0"]` is the row of one FQN.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = sorted(rows, key=lambda row: ATTENTION[row.status])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __getitem__(self, fqn: str) -> Row:
+        for row in self.rows:
+            if row.fqn == fqn:
+                return row
+        raise KeyError(fqn)
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """The sums over all rows. Code that modules share is counted once."""
+        distinct = list({row.group or row.fqn: row for row in self.rows}.values())
+        statuses = Counter(str(row.status) for row in self.rows)
+        stages = sorted({stage for row in distinct for stage in row.seconds})
+        return {
+            "modules": len(self.rows),
+            "statuses": dict(statuses),
+            "calls": sum(row.calls for row in self.rows),
+            "compiled_calls": sum(row.compiled_calls for row in self.rows),
+            "graphs": sum(row.graphs for row in distinct),
+            "graph_breaks": sum(len(row.graph_breaks) for row in distinct),
+            "thunder_partitions": sum(row.thunder_partitions for row in distinct),
+            "inductor_partitions": sum(row.inductor_partitions for row in distinct),
+            "ops_thunder": sum(row.ops_thunder for row in distinct),
+            "ops_inductor": sum(row.ops_inductor for row in distinct),
+            "recompiles": sum(row.recompiles for row in distinct),
+            "seconds": {stage: sum(row.seconds.get(stage, 0.0) for row in distinct) for stage in stages},
+        }
+
+    @property
+    def verdict(self) -> str:
+        """One line: how many modules are compiled, and what the others are."""
+        if not self.rows:
+            return "no module is patched"
+        count = Counter(row.status for row in self.rows)
+        partly = count.pop(Status.PARTLY, 0)
+        compiled = count.pop(Status.COMPILED, 0) + partly
+        noun = "module" if len(self.rows) == 1 else "modules"
+        line = f"{compiled} of {len(self.rows)} {noun} compiled"
+        if partly:
+            line += f" ({partly} partly by inductor)"
+        others = sorted(count.items(), key=lambda item: ATTENTION[item[0]])
+        return "; ".join([line, *(f"{number} {status}" for status, number in others)])
+
+    @property
+    def notes(self) -> list[Note]:
+        """Reasons, graph breaks, splits, routes and recompiles; a note that several modules share is one."""
+        names: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            for note in row.notes():
+                names.setdefault(note, []).append(row.fqn or "(model)")
+        return [Note(kind, fqns, text) for (kind, text), fqns in names.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data: `verdict`, `totals`, and `rows` in the order of the table."""
+        rows = [{**asdict(row), "status": str(row.status)} for row in self.rows]
+        return {"verdict": self.verdict, "totals": self.totals, "rows": rows}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Return `to_dict()` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        return plain(self)
+
+    __repr__ = __str__  # what an interactive prompt shows is the table too
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield screen(self.verdict, COLUMNS, self.rows, self.notes, options.max_width)
+
+    def _repr_html_(self) -> str:
+        return page(self.verdict, COLUMNS, self.rows, self.notes)

@@ -1,0 +1,142 @@
+"""Tables for screens of any width, for pipes, and for notebooks.
+
+A table is a sequence of columns over rows of any kind, with a verdict above it and notes below it. A narrow
+screen shows fewer columns; only the names in the first column fold. What a cell has no room for is a note.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from rich.box import Box
+from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+R = TypeVar("R")
+
+# A rule under the header and no more, all of it ASCII: it must survive every pipe, log and encoding.
+PLAIN = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+GAP = 2
+SHOWN_NAMES = 3
+
+
+@dataclass(frozen=True)
+class Column(Generic[R]):
+    """A column: its title, its text for a row, and how long a narrowing screen keeps it (0: always)."""
+
+    title: str
+    cell: Callable[[R], str]
+    keep: int = 0
+    number: bool = False
+    style: Callable[[R], str] = lambda row: ""
+
+
+@dataclass(frozen=True)
+class Note:
+    """A remark on some rows: its kind, the names of the rows, the text."""
+
+    kind: str
+    names: Sequence[str]
+    text: str
+
+    def __str__(self) -> str:
+        names = list(self.names)
+        if len(names) > SHOWN_NAMES:
+            names = [*names[: SHOWN_NAMES - 1], "...", names[-1]]
+            return f"{', '.join(names)} ({len(self.names)} modules): {self.text}"
+        return f"{', '.join(names)}: {self.text}"
+
+
+def fold(name: str, width: int) -> str:
+    """Break a dotted name into lines of at most `width` characters, where a single segment is not longer."""
+    lines = [""]
+    for segment in name.replace(".", ".\n").splitlines():
+        if lines[-1].strip() and len(lines[-1] + segment) > width:
+            lines.append("  ")
+        lines[-1] += segment
+    return "\n".join(lines)
+
+
+def _width(lines: str) -> int:
+    return max(map(len, lines.split("\n")))
+
+
+def fit(columns: Sequence[Column[R]], rows: Sequence[R], width: int) -> dict[str, list[str]]:
+    """Choose the columns that have something to say and fit into `width` characters side by side.
+
+    Returns the cells by the title of the column. The first column folds where it would take more than two
+    fifths of the width.
+    """
+    chosen: dict[str, list[str]] = {}
+    used = -GAP
+    for column in sorted(columns, key=lambda column: column.keep):
+        cells = [column.cell(row) for row in rows]
+        if column is columns[0]:
+            cells = [fold(cell, max(24, width * 2 // 5)) for cell in cells]
+        if not any(cells):
+            continue
+        needed = GAP + max(map(_width, [column.title, *cells]))
+        if column.keep and used + needed > width:
+            break
+        chosen[column.title] = cells
+        used += needed
+    return {column.title: chosen[column.title] for column in columns if column.title in chosen}
+
+
+def screen(
+    verdict: str, columns: Sequence[Column[R]], rows: Sequence[R], notes: Sequence[Note], width: int
+) -> RenderableType:
+    """Build what rich prints on a console of `width` characters."""
+    parts: list[RenderableType] = [Text(verdict, style="bold")]
+    if rows:
+        # The divider of the box is half of the gap.
+        table = Table(
+            box=PLAIN, pad_edge=False, padding=(0, GAP - 1, 0, 0), show_edge=False, header_style="bold"
+        )
+        cells = fit(columns, rows, width)
+        shown = [column for column in columns if column.title in cells]
+        for index, column in enumerate(shown):
+            justify: JustifyMethod = "right" if column.number else "left"
+            table.add_column(Text(column.title), justify=justify, overflow="fold", no_wrap=index > 0)
+        for row, *texts in zip(rows, *cells.values(), strict=True):
+            styles = (column.style(row) for column in shown)
+            table.add_row(*(Text(text, style=style) for text, style in zip(texts, styles, strict=True)))
+        parts += [Text(), table]
+    if notes:
+        listing = Table.grid(padding=(0, GAP, 0, 0))
+        listing.add_column(no_wrap=True)
+        listing.add_column(overflow="fold")
+        for note in notes:
+            listing.add_row(Text(note.kind), Text(str(note)))
+        parts += [Padding(listing, (1, 0, 0, 0))]
+    return Group(*parts)
+
+
+def plain(renderable: Any) -> str:
+    """Render for whoever reads a string: as wide as the terminal (80 without one), without colour codes."""
+    width = shutil.get_terminal_size((80, 24)).columns
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+
+def page(verdict: str, columns: Sequence[Column[R]], rows: Sequence[R], notes: Sequence[Note]) -> str:
+    """Build HTML with every column that has something to say."""
+    cells = fit(columns, rows, width=1_000_000)
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in cells)
+    lines = (
+        "".join(f"<td>{html.escape(text)}</td>" for text in texts)
+        for texts in zip(*cells.values(), strict=True)
+    )
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
+    items = "".join(f"<li><b>{html.escape(note.kind)}</b> {html.escape(str(note))}</li>" for note in notes)
+    return f"<p><b>{html.escape(verdict)}</b></p>{table}" + (f"<ul>{items}</ul>" if items else "")
