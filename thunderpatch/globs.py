@@ -26,8 +26,8 @@ def compile_glob(glob: str) -> re.Pattern[str]:
 
     `*` stands for any characters inside one segment, `?` for one, `[abc]`, `[a-z]` and `[!abc]` for one of
     a class; none of them stands for a dot. `**`, alone between dots, stands for any number of segments, none
-    included; at the end of a glob, where it says "below", for one or more. No glob matches the model itself, whose
-    FQN is empty.
+    included; at the end of a glob, where it says "below", for one or more. No glob matches the model
+    itself, whose FQN is empty.
 
     Raises:
         SelectionError: the glob is empty or not a string, a segment is empty, `**` is not alone in its
