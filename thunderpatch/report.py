@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
-from thunderpatch.tables import Column, Note, page, plain, screen
+from .tables import Column, Note, page, plain, screen
 
 
 class Status(str, Enum):

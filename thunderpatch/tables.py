@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar
 
 from rich.box import Box
 from rich.console import Console, Group, JustifyMethod, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -90,32 +89,35 @@ def fit(columns: Sequence[Column[R]], rows: Sequence[R], width: int) -> dict[str
     return {column.title: chosen[column.title] for column in columns if column.title in chosen}
 
 
+def table(columns: Sequence[Column[R]], rows: Sequence[R], width: int) -> Table:
+    """Build the table that fits into `width` characters."""
+    # The divider of the box is half of the gap.
+    built = Table(box=PLAIN, pad_edge=False, padding=(0, GAP - 1, 0, 0), show_edge=False, header_style="bold")
+    cells = fit(columns, rows, width)
+    shown = [column for column in columns if column.title in cells]
+    for index, column in enumerate(shown):
+        justify: JustifyMethod = "right" if column.number else "left"
+        built.add_column(Text(column.title), justify=justify, overflow="fold", no_wrap=index > 0)
+    for row, *texts in zip(rows, *cells.values(), strict=True):
+        styles = (column.style(row) for column in shown)
+        built.add_row(*(Text(text, style=style) for text, style in zip(texts, styles, strict=True)))
+    return built
+
+
 def screen(
     verdict: str, columns: Sequence[Column[R]], rows: Sequence[R], notes: Sequence[Note], width: int
 ) -> RenderableType:
-    """Build what rich prints on a console of `width` characters."""
+    """Build what rich prints on a console of `width` characters: the verdict, the table, the notes."""
     parts: list[RenderableType] = [Text(verdict, style="bold")]
     if rows:
-        # The divider of the box is half of the gap.
-        table = Table(
-            box=PLAIN, pad_edge=False, padding=(0, GAP - 1, 0, 0), show_edge=False, header_style="bold"
-        )
-        cells = fit(columns, rows, width)
-        shown = [column for column in columns if column.title in cells]
-        for index, column in enumerate(shown):
-            justify: JustifyMethod = "right" if column.number else "left"
-            table.add_column(Text(column.title), justify=justify, overflow="fold", no_wrap=index > 0)
-        for row, *texts in zip(rows, *cells.values(), strict=True):
-            styles = (column.style(row) for column in shown)
-            table.add_row(*(Text(text, style=style) for text, style in zip(texts, styles, strict=True)))
-        parts += [Text(), table]
+        parts += [Text(), table(columns, rows, width)]
     if notes:
         listing = Table.grid(padding=(0, GAP, 0, 0))
         listing.add_column(no_wrap=True)
         listing.add_column(overflow="fold")
         for note in notes:
             listing.add_row(Text(note.kind), Text(str(note)))
-        parts += [Padding(listing, (1, 0, 0, 0))]
+        parts += [Text(), listing]
     return Group(*parts)
 
 
@@ -137,6 +139,6 @@ def page(verdict: str, columns: Sequence[Column[R]], rows: Sequence[R], notes: S
         for texts in zip(*cells.values(), strict=True)
     )
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
+    grid = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
     items = "".join(f"<li><b>{html.escape(note.kind)}</b> {html.escape(str(note))}</li>" for note in notes)
-    return f"<p><b>{html.escape(verdict)}</b></p>{table}" + (f"<ul>{items}</ul>" if items else "")
+    return f"<p><b>{html.escape(verdict)}</b></p>{grid}" + (f"<ul>{items}</ul>" if items else "")
