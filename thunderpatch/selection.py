@@ -102,9 +102,10 @@ def select(
 
     matches = _matches(tree, tests) if tests else _model_itself(model, tree)
     _take_out(matches, tree, exclusions)
-    _leave_out_unpatchable(matches)
-    kept = keep_nested(tree, matches, nested)
-    return {fqn: module for key, (fqn, module) in matches.items() if key in kept}
+    chosen, skipped = _patchable(matches, tree, nested)
+    if skipped:
+        _warn_of(skipped)
+    return chosen
 
 
 def _check_arguments(model: object, where: object, repeated: object, nested: object) -> None:
@@ -176,23 +177,25 @@ def _take_out(matches: _Matches, tree: Tree, exclusions: list[Predicate]) -> Non
         if id(module) in matches and any(test(module, fqn) for test in exclusions):
             del matches[id(module)]
     if not matches:
-        raise SelectionError(
-            f"`exclude` takes out all {found} modules that the other selectors match: narrow it"
-        )
+        raise SelectionError(f"`exclude` takes out all that the other selectors match (modules: {found})")
 
 
-def _leave_out_unpatchable(matches: _Matches) -> None:
-    skipped = {key: reason for key, (_, module) in matches.items() if (reason := why_unpatchable(module))}
-    if not skipped:
-        return
-    lines = [f"{describe(*matches.pop(key))} {reason}" for key, reason in skipped.items()]
-    shown = "; ".join(lines[:_MOST_SHOWN])
-    if len(lines) > _MOST_SHOWN:
-        shown += f"; and {len(lines) - _MOST_SHOWN} more"
-    what = (
-        "1 module that cannot be patched is"
-        if len(lines) == 1
-        else f"{len(lines)} modules that cannot be patched are"
+def _patchable(matches: _Matches, tree: Tree, nested: Nested) -> tuple[dict[str, nn.Module], list[str]]:
+    """Resolve nested matches, and say what was skipped: it covers neither what it is in nor what is in it."""
+    skipped: list[str] = []
+    while True:
+        kept = keep_nested(tree, matches, nested)
+        chosen = {key: match for key, match in matches.items() if key in kept}
+        reasons = {key: reason for key, (_, module) in chosen.items() if (reason := why_unpatchable(module))}
+        if not reasons:
+            return dict(chosen.values()), skipped
+        skipped += [f"{describe(*matches.pop(key))} {reason}" for key, reason in reasons.items()]
+
+
+def _warn_of(skipped: list[str]) -> None:
+    shown = "; ".join(skipped[:_MOST_SHOWN])
+    more = len(skipped) - _MOST_SHOWN
+    text = f"modules that cannot be patched are left out: {shown}" + (
+        f"; and {more} more" if more > 0 else ""
     )
-    # The caller of select.
-    warnings.warn(f"{what} left out: {shown}", ThunderPatchWarning, stacklevel=3)
+    warnings.warn(text, ThunderPatchWarning, stacklevel=3)  # at the caller of `select`

@@ -50,8 +50,8 @@ def grow(model: nn.Module) -> Tree:
         index = len(places)
         if index == _MOST_NAMES:
             raise SelectionError(
-                f"the model ({type(model).__name__}) has more than {_MOST_NAMES:,} names for its {len(seen):,} "
-                "modules, because they are shared inside shared modules: select inside a part of it"
+                f"{describe('', model)} has more than {_MOST_NAMES:,} names for its {len(seen):,} modules, "
+                "because they are shared inside shared modules: select inside a part of it"
             )
         places.append(place)
         prefix = f"{fqn}." if fqn else ""
