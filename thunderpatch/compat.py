@@ -4,7 +4,7 @@ lightning-thunder 0.2.6, by itself, stops at torch 2.11. Three gaps keep it from
 bridged here for just as long as thunder needs it, so that torch is afterwards what it was:
 
 - torch 2.13 dropped the named-tensor methods, which thunder lists at import;
-- torch 2.14 made ``autograd.Function.apply`` a builtin, without the ``__func__`` that thunder reads at import;
+- torch 2.14 made ``autograd.Function.apply`` a builtin, without the ``__func__`` that thunder reads then;
 - torch 2.12 began to split FX graphs into lazy graph modules, which compile themselves at their first call.
   thunder's interpreter would trace into that compilation.
 
@@ -80,8 +80,8 @@ def backend_context() -> Iterator[None]:
     if not hasattr(split, "_make_graph_module") or not hasattr(lazy, "_use_lazy_graph_module"):
         yield
         return
-    # The switch is one variable of the process, kept and put back by whoever turns it. Dynamo turns it too, and
-    # holds this reentrant lock while it calls a backend: under it, the turns of two threads cannot interleave.
+    # The switch is one variable of the process, kept and put back by whoever turns it. Dynamo turns it too,
+    # and holds this reentrant lock while it calls a backend: under it, no two threads' turns can interleave.
     compile_lock = getattr(convert_frame, "compile_lock", _lock)
     with compile_lock, lazy._use_lazy_graph_module(False):
         yield
@@ -207,7 +207,7 @@ def _absent_method(name: str) -> Callable[..., NoReturn]:
 def _with_func(apply: Any) -> Any:
     """Return ``apply`` as a class method in Python; it still works, since other threads may be calling it."""
 
-    def call(cls: type, *args: object, **kwargs: object) -> object:
+    def call(cls: type, /, *args: object, **kwargs: object) -> object:
         return apply.__get__(None, cls)(*args, **kwargs)
 
     return classmethod(call)
