@@ -188,8 +188,19 @@ def _patchable(matches: _Matches, tree: Tree, nested: Nested) -> tuple[dict[str,
         chosen = {key: match for key, match in matches.items() if key in kept}
         reasons = {key: reason for key, (_, module) in chosen.items() if (reason := why_unpatchable(module))}
         if not reasons:
-            return dict(chosen.values()), skipped
+            return _by_fqn(chosen), skipped
         skipped += [f"{describe(*matches.pop(key))} {reason}" for key, reason in reasons.items()]
+
+
+def _by_fqn(chosen: _Matches) -> dict[str, nn.Module]:
+    named = dict(chosen.values())
+    if len(named) < len(chosen):
+        # setattr(model, "a.b", ...) makes a child with a dot in its name, which may be another's FQN.
+        twice = [fqn for fqn, module in chosen.values() if named[fqn] is not module]
+        raise SelectionError(
+            f"several modules are called {twice[0]!r}: rename the child that has a dot in its name"
+        )
+    return named
 
 
 def _warn_of(skipped: list[str]) -> None:

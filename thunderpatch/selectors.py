@@ -111,9 +111,9 @@ def census(places: Iterable[Place]) -> str:
 
 
 def near(wanted: str, known: Iterable[str]) -> str:
-    """Say which of the known names are near the wanted one, or nothing."""
-    matches = difflib.get_close_matches(wanted, set(known) - {wanted}, n=5)
-    return f"; near names: {', '.join(sorted(matches))}" if matches else ""
+    """Say which of the known names are near the wanted one, nearest first, or nothing."""
+    matches = difflib.get_close_matches(wanted, list(known), n=5)
+    return f"; near names: {', '.join(matches)}" if matches else ""
 
 
 def _alternatives(argument: str, given: object, may_be_empty: bool = False) -> list[object]:
@@ -131,7 +131,7 @@ def _classes_named(name: str, classes: set[type], tree: Tree) -> set[type]:
     if not found:
         known = {base.__name__ for cls in classes for base in cls.__mro__}
         raise SelectionError(
-            f"no module here is of a class named {name!r}{near(name.rpartition('.')[2], known)}; "
+            f"no module here is of a class named {name!r}{near(name.rpartition('.')[2], sorted(known))}; "
             f"classes here: {census(tree.candidates)}"
         )
     return found
