@@ -127,6 +127,11 @@ class Report:
         raise KeyError(fqn)
 
     @property
+    def ok(self) -> bool:
+        """Whether no module ran its original where it should not: none is eager, latched or displaced."""
+        return not any(row.status in (Status.LATCHED, Status.EAGER, Status.DISPLACED) for row in self.rows)
+
+    @property
     def totals(self) -> dict[str, Any]:
         """The sums over all rows. Code that modules share is counted once."""
         distinct = list({row.group or row.fqn: row for row in self.rows}.values())
@@ -172,9 +177,9 @@ class Report:
         return [Note(kind, fqns, text) for (kind, text), fqns in names.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain data: `verdict`, `totals`, and `rows` in the order of the table."""
+        """Return plain data: `verdict`, `ok`, `totals`, and `rows` in the order of the table."""
         rows = [{**asdict(row), "status": str(row.status)} for row in self.rows]
-        return {"verdict": self.verdict, "totals": self.totals, "rows": rows}
+        return {"verdict": self.verdict, "ok": self.ok, "totals": self.totals, "rows": rows}
 
     def to_json(self, indent: int | None = 2) -> str:
         """Return `to_dict()` as JSON."""

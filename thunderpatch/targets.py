@@ -21,7 +21,7 @@ from .demo import MODELS
 from .errors import ThunderPatchError
 
 INPUT_FORM = "[NAME=]SHAPE[:DTYPE[:LOW..HIGH]], such as 2x3x32x32 or ids=2x16:int64:0..128"
-TARGET_FORM = f"package.module:factory, file.py:factory, or one of {', '.join(MODELS)}"
+TARGET_FORM = f"package.module:factory, file.py:factory or {' | '.join(MODELS)}"
 R = TypeVar("R")
 _INPUT = re.compile(
     r"(?:(?P<name>[^\W\d]\w*)=)?(?P<shape>\d+(?:x\d+)*|scalar)"

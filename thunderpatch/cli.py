@@ -1,0 +1,236 @@
+"""The command line: `thunderpatch VERB TARGET`.
+
+Results go to stdout, progress and errors to stderr. The exit status is 0 when all is well, 1 for a finding (a
+module that ran eager, a wrong value, a region that does not compile), and 2 when the command could not do its
+work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO, TypeAlias
+
+from . import verbs
+from .errors import CompileError, ThunderPatchError, ThunderPatchWarning
+from .targets import INPUT_FORM, TARGET_FORM
+
+Parser: TypeAlias = argparse.ArgumentParser
+
+# What each verb is for, and an example that shows something.
+VERBS = {
+    "demo": ("train a small GPT as it is and patched, side by side", "demo --steps 50"),
+    "list": ("show which modules the selectors choose", "list resnet --types ReLU,BatchNorm2d"),
+    "report": ("run the patched model and show what ran where", "report gpt --repeated --backward"),
+    "verify": ("compare each module with its original", "verify vit --repeated --dtype bfloat16"),
+    "culprits": (
+        "find the modules that break the model",
+        "culprits my.py:make --types Linear --check my.py:loss_is_fine",
+    ),
+    "bench": ("time each module and the model both ways", "bench gpt --repeated --plot bench.png"),
+    "tune": (
+        "find what pays to patch, and with which options",
+        "tune my.py:make --names 'layers.*.mlp' --input ids=2x16:int64:0..128",
+    ),
+}
+NOTES = f"""\
+TARGET is {TARGET_FORM}.
+The factory takes no arguments and returns a model, or a model and its inputs:
+a tuple, a dict or one tensor. Without selectors the whole model is one region.
+
+Exit status: 0 all is well, 1 a finding, 2 the command could not do its work,
+130 interrupted.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status. Without arguments it is `demo`."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an FQN may hold what an ASCII log cannot
+    args = build_parser().parse_args(given or ["demo"])
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            ok: bool = args.run(args)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # Whoever read the output has enough. Python would flush to the closed pipe once more while it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # SIGPIPE, which not every platform knows by name
+    except Exception as error:
+        if args.traceback:
+            traceback.print_exc()
+        else:
+            _complain(f"error: {_one_line(error)}")
+        return 1 if isinstance(error, CompileError) else 2
+    return 0 if ok else 1
+
+
+def build_parser() -> Parser:
+    """Build the parser of all verbs; each sets `run`, the function of `verbs` that does its work."""
+    parser = argparse.ArgumentParser(
+        prog="thunderpatch",
+        description="Run chosen submodules of a PyTorch model through thunderfx, in place.",
+        epilog=_examples(*VERBS),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--print-completion",
+        choices=("bash", "zsh", "tcsh"),
+        action=_PrintCompletion,
+        help="print what your shell needs to complete this command",
+    )
+    added = parser.add_subparsers(metavar="VERB", required=True)
+
+    def verb(name: str, run: Callable[..., bool], *parents: argparse.ArgumentParser) -> Parser:
+        purpose, _ = VERBS[name]
+        made: argparse.ArgumentParser = added.add_parser(
+            name,
+            parents=[*parents, common],
+            help=purpose,
+            description=purpose[0].upper() + purpose[1:] + ".",
+            epilog=_examples(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(run=run)
+        return made
+
+    common, target, calls = _common(), _target(), _calls()
+    demo = verb("demo", verbs.demo)
+    demo.add_argument("--steps", type=_steps, default=20, help="training steps (default: 20)")
+    verb("list", verbs.list_modules, target)
+    report = verb("report", verbs.report, target, calls)
+    report.add_argument("--calls", type=_positive, default=2, help="how often to run the model (default: 2)")
+    verb("verify", verbs.verify, target, calls).set_defaults(backward=True)
+    culprits = verb("culprits", verbs.culprits, target, calls)
+    culprits.add_argument(
+        "--check",
+        metavar="TARGET",
+        help="a function that takes the model and returns whether it is good; by default what the model "
+        "computes is compared with what it computes unpatched",
+    )
+    bench = verb("bench", verbs.bench, target, calls)
+    bench.add_argument("--plot", metavar="FILE", help="also draw the result")
+    verb("tune", verbs.tune, target, calls)
+    return parser
+
+
+def _examples(*names: str) -> str:
+    lines = [f"  thunderpatch {VERBS[name][1]}" for name in names]
+    return "\n".join(["examples:" if len(lines) > 1 else "example:", *lines, "", NOTES])
+
+
+def _common() -> Parser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print the result as JSON")
+    common.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    common.add_argument("--seed", type=int, default=0, help="of weights and inputs (default: 0)")
+    common.add_argument("--device", help="where to run, such as cuda (default: where the factory puts it)")
+    return common
+
+
+def _target() -> Parser:
+    target = argparse.ArgumentParser(add_help=False)
+    target.add_argument("target", metavar="TARGET", help="what to work on, see below")
+    choose = target.add_argument_group("which modules (what is given must all hold)")
+    choose.add_argument("--types", type=_names, action="extend", metavar="CLASS,...", help="of these classes")
+    choose.add_argument("--names", type=_names, action="extend", metavar="GLOB,...", help="with these FQNs")
+    choose.add_argument("--exclude", type=_names, action="extend", metavar="GLOB,...", help="but not these")
+    choose.add_argument("--repeated", action="store_true", help="the equal blocks of lists of modules")
+    choose.add_argument("--nested", choices=("outermost", "innermost", "all"), default="outermost")
+    mode = target.add_mutually_exclusive_group()
+    mode.add_argument("--train", action="store_const", const=True, dest="training", help="in train mode")
+    mode.add_argument("--eval", action="store_const", const=False, dest="training", help="in eval mode")
+    target.add_argument("--dtype", help="cast the model and its floating-point inputs, such as bfloat16")
+    target.add_argument(
+        "--input", action="append", default=[], metavar="SPEC", help=f"an input of the model: {INPUT_FORM}"
+    )
+    return target
+
+
+def _calls() -> Parser:
+    calls = argparse.ArgumentParser(add_help=False)
+    calls.add_argument("--backward", action=argparse.BooleanOptionalAction, help="run backward too")
+    calls.add_argument(
+        "--option",
+        type=_option,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of thunderpatch.apply, such as dynamic=True or 'executors=[\"torch_compile\"]'",
+    )
+    return calls
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not (equals and key.isidentifier()):
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, not {text!r}")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value  # a bare word, as in mode=max-autotune
+
+
+def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _steps(text: str) -> int:
+    return _at_least(2, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, not {text!r}")
+    return int(text)
+
+
+class _PrintCompletion(argparse.Action):
+    def __call__(self, parser: Parser, namespace: Any, values: Any, option: str | None = None) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.error("shell completion needs shtab: pip install 'thunderpatch[completion]'")
+        print(shtab.complete(parser, shell=values))
+        parser.exit()
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, ThunderPatchError):
+        return " ".join(str(error).split())
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first} (--traceback shows where)"
+
+
+def _complain(text: str) -> None:
+    print(f"thunderpatch: {text}", file=sys.stderr)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    if issubclass(category, ThunderPatchWarning):
+        _complain(f"warning: {message}")
+    else:
+        print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=sys.stderr)

@@ -1,0 +1,205 @@
+"""What each verb of the command line does: it takes the parsed arguments and returns whether all is well."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import thunderpatch
+
+from .errors import CompileError, ThunderPatchError
+from .tables import Column, screen
+from .targets import Target, UsageError, find, load
+
+
+def demo(args: argparse.Namespace) -> bool:
+    from .comparison import compare
+
+    with _progress() as progress:
+        task = progress.add_task("training as it is, patched, and in float64", total=3 * args.steps)
+        result = compare(
+            args.steps, args.seed, args.device or "cpu", lambda step, loss: progress.advance(task)
+        )
+    _show(result, args)
+    return result.ok
+
+
+def list_modules(args: argparse.Namespace) -> bool:
+    target = _load(args)
+    modules = thunderpatch.select(target.model, **_selectors(args))
+    rows = [(fqn, type(module).__name__, _parameters(module)) for fqn, module in modules.items()]
+    if args.json:
+        print(
+            json.dumps([dict(zip(("fqn", "cls", "parameters"), row, strict=True)) for row in rows], indent=2)
+        )
+        return True
+    columns: tuple[Column[tuple[str, str, int]], ...] = (
+        Column("module", lambda row: row[0] or "(model)"),
+        Column("class", lambda row: row[1]),
+        Column("parameters", lambda row: f"{row[2]:,}", number=True, keep=1),
+    )
+    total = sum(1 for _ in target.model.modules())
+    console = _console()
+    console.print(screen(f"{len(rows)} of {total} modules selected", columns, rows, [], console.width))
+    return True
+
+
+def report(args: argparse.Namespace) -> bool:
+    target = _load(args, needs_inputs=True)
+    _run_unpatched(target, bool(args.backward))
+    with thunderpatch.patched(target.model, **_selectors(args), **dict(args.option)):
+        with _busy("compiling and running"):
+            for _ in range(args.calls):
+                _run_patched(target, bool(args.backward))
+        result = thunderpatch.report(target.model)
+    _show(result, args)
+    return result.ok
+
+
+def verify(args: argparse.Namespace) -> bool:
+    result = _measure("verify", args, grad=args.backward)
+    _show(result, args)
+    return bool(result.ok)
+
+
+def culprits(args: argparse.Namespace) -> bool:
+    target = _load(args, needs_inputs=args.check is None)
+    judge = find(args.check) if args.check else _equals_unpatched(target, bool(args.backward))
+    if not callable(judge):
+        raise UsageError(f"--check {args.check} is no function that takes the model")
+    search = _function("find_culprits")
+    found = search(target.model, lambda: judge(target.model), **_selectors(args), **dict(args.option))
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join(found) if found else "no module breaks the model")
+    return not found
+
+
+def bench(args: argparse.Namespace) -> bool:
+    result = _measure("benchmark", args, backward=bool(args.backward))
+    _show(result, args)
+    if args.plot:
+        result.plot(args.plot)
+    return True
+
+
+def tune(args: argparse.Namespace) -> bool:
+    _show(_measure("tune", args, backward=bool(args.backward)), args)
+    return True
+
+
+def _measure(name: str, args: argparse.Namespace, **settings: Any) -> Any:
+    target = _load(args, needs_inputs=True)
+    given = {**_selectors(args), **dict(args.option), **settings}
+    if clash := given.keys() & target.kwargs.keys():
+        raise UsageError(f"the keyword input {min(clash)!r} is also a setting of {name}; pass it by position")
+    return _function(name)(target.model, *target.args, **given, **target.kwargs)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(thunderpatch, name)
+    return function
+
+
+def _load(args: argparse.Namespace, needs_inputs: bool = False) -> Target:
+    torch.manual_seed(args.seed)
+    target = load(args.target, args.input, dtype=args.dtype, device=args.device, training=args.training)
+    if needs_inputs and not target.has_inputs:
+        raise UsageError(f"{args.target} gives no inputs: return (model, inputs) from it, or add --input")
+    return target
+
+
+def _selectors(args: argparse.Namespace) -> dict[str, Any]:
+    chosen = {name: getattr(args, name) for name in ("types", "names", "exclude", "repeated")}
+    return {"nested": args.nested, **{name: value for name, value in chosen.items() if value}}
+
+
+def _run(target: Target, backward: bool) -> list[Tensor]:
+    """Call the model with the same random numbers each time; return outputs and, with backward, gradients."""
+    with torch.random.fork_rng(), torch.set_grad_enabled(backward):
+        torch.manual_seed(0)
+        leaves = tree_leaves(target.model(*target.args, **target.kwargs))
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not backward:
+            return outputs
+        differentiable = [output.sum().abs() for output in outputs if output.requires_grad]
+        if not differentiable:
+            raise UsageError("--backward: no output of the model requires a gradient")
+        target.model.zero_grad()
+        torch.autograd.backward(differentiable)
+    gradients = [p.grad.clone() for p in target.model.parameters() if p.grad is not None]
+    return [output.detach() for output in outputs] + gradients
+
+
+def _run_unpatched(target: Target, backward: bool) -> list[Tensor]:
+    try:
+        return _run(target, backward)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"unpatched, the model raises {type(error).__name__} on its inputs: {error}"
+        ) from error
+
+
+def _run_patched(target: Target, backward: bool) -> list[Tensor]:
+    try:
+        return _run(target, backward)
+    except ThunderPatchError:
+        raise
+    except Exception as error:
+        raise CompileError(
+            f"patched, the model raises {type(error).__name__}, though unpatched it runs: {error}"
+        ) from error
+
+
+def _equals_unpatched(target: Target, backward: bool) -> Callable[[nn.Module], bool]:
+    expected = _run_unpatched(target, backward)
+
+    def check(model: nn.Module) -> bool:
+        torch.testing.assert_close(_run(target, backward), expected)
+        return True
+
+    return check
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _show(result: Any, args: argparse.Namespace) -> None:
+    if args.json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        _console().print(result)
+
+
+class _Stdout(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would end the process itself, with the status of a finding
+
+
+def _console() -> Console:
+    return _Stdout(highlight=False, markup=False, soft_wrap=False)
+
+
+def _progress() -> Progress:
+    return Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+
+
+@contextlib.contextmanager
+def _busy(text: str) -> Iterator[None]:
+    with _progress() as progress:
+        progress.add_task(text, total=None)
+        yield
