@@ -1,0 +1,162 @@
+"""How Dynamo gets to see a module's forward: under a code object of its own, with a budget of its own.
+
+Dynamo keeps its compiled versions of a function at the function's code object and gives up, silently, once
+there are `recompile_limit` (8) of them. All layers that torch.nn defines would even share one code object. Here
+each group of equal modules has *lanes*: copies of the group's forward, each with a fresh code object. The resume
+functions that Dynamo makes after a graph break are cut from that code object and so belong to the lane too.
+
+The limit itself is not needed here, and no configuration is touched to be rid of it: torch >= 2.12 takes it as an
+argument, and before that Dynamo derives it from the cache entries that it is handed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Versions of one lane that different modules made, before the next module gets a lane of its own: Dynamo looks
+# them through one by one at each call, at about a microsecond each.
+LANE_SIZE = 8
+_NO_LIMIT = 2**31 - 1
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+class Lane:
+    """One copy of a forward with its own code object, compiled by Dynamo at its first call."""
+
+    def __init__(self, function: Callable[..., Any], optimize: Callable[[Callable[..., Any]], Any]) -> None:
+        copy = fresh(function)
+        self._code = copy.__code__
+        self.call: Callable[..., Any] = optimize(copy)
+        self.first_calls_that_compiled = 0  # one for each module that could not use what was there
+        self.skipped: str | None = None  # why Dynamo runs this code object without compiling from now on
+
+    def owns(self, code: types.CodeType) -> bool:
+        """Whether `code` is this lane's function, and not something that it calls."""
+        return code is self._code
+
+    def newcomer(self) -> None:
+        """Count a module whose first call here compiled something."""
+        self.first_calls_that_compiled += 1
+
+    @property
+    def full(self) -> bool:
+        return self.skipped is not None or self.first_calls_that_compiled >= LANE_SIZE
+
+
+def fresh(function: Callable[..., Any]) -> types.FunctionType:
+    """Return `function` under a new code object.
+
+    A plain function is copied. What Dynamo would not take as a frame of its own (a method written in torch, a
+    callable that is no function) is called from a new function, into which Dynamo inlines it.
+    """
+    if isinstance(function, types.FunctionType) and not function.__code__.co_filename.startswith(_TORCH):
+        copy = _copy(function, function.__closure__)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        return copy
+
+    def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
+
+    return _copy(forward, forward.__closure__)
+
+
+def _copy(function: types.FunctionType, closure: tuple[types.CellType, ...] | None) -> types.FunctionType:
+    code = function.__code__.replace()
+    return types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+
+
+def optimizer(
+    backend: Callable[..., Any], *, dynamic: bool | None, fullgraph: bool, watch: Watch
+) -> Callable[[Callable[..., Any]], Any]:
+    """Return a function that compiles functions with `backend`, without a limit, telling `watch` of each attempt."""
+    settings: dict[str, Any] = {"dynamic": dynamic}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        settings["recompile_limit"] = _NO_LIMIT
+    try:
+        context = torch._dynamo.optimize(backend, nopython=fullgraph, **settings)
+        _interpose(context.callback, watch)
+    except (AttributeError, TypeError):  # a Dynamo of another build: what torch documents is all there is
+        return functools.partial(torch.compile, backend=backend, fullgraph=fullgraph, **settings)
+    return context
+
+
+def _interpose(callback: Any, watch: Watch) -> None:
+    convert = callback._torchdynamo_orig_backend
+    if hasattr(convert, "_inner_convert"):
+        convert._inner_convert = _Convert(convert._inner_convert, watch)
+    else:  # fullgraph: nothing stands between, since no failure is soft
+        callback._torchdynamo_orig_backend = _Convert(convert, watch)
+
+
+class Watch:
+    """What is told of Dynamo's attempts; the default does nothing."""
+
+    def failed(self, frame: Any, error: Exception) -> Any:
+        """Take an error raised while a frame was traced; return Dynamo's answer for the frame, or None to raise."""
+
+    def skipped(self, frame: Any, reason: str) -> None:
+        """Take notice that Dynamo will run this frame uncompiled."""
+
+
+class _Convert:
+    """Stands between Dynamo's frame evaluation and its compiler."""
+
+    _hides_entries = "recompile_limit" not in inspect.signature(torch.compile).parameters
+
+    def __init__(self, inner: Any, watch: Watch) -> None:
+        self._inner, self._watch = inner, watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, frame: Any, cache_entry: Any, *args: Any, **kwargs: Any) -> Any:
+        entry = None if self._hides_entries else cache_entry
+        trail.compilations += 1
+        try:
+            result = self._inner(frame, entry, *args, **kwargs)
+        except Exception as error:
+            answer = self._watch.failed(frame, error)
+            if answer is None:
+                raise
+            return answer
+        if result.guarded_code is None:
+            self._watch.skipped(frame, getattr(result, "skip_reason", None) or "it has no tensor operations")
+        return result
+
+
+def run_this_frame_uncompiled() -> Any:
+    """Return Dynamo's answer for a frame that shall run as Python does, this once; its code object stays usable."""
+    from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
+
+    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
+    return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
+
+
+class Trail(threading.local):
+    """What happened in this thread: the graphs that ran since the outermost patched call began, in order."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Any] = []
+        self.compilations = 0  # frames that Dynamo was asked to compile
+
+
+trail = Trail()
+
+
+def caller(code: types.CodeType) -> Any:
+    """Return `self` of the innermost running call of `code` in this thread, or None."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is code:
+            return frame.f_locals.get("self")
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

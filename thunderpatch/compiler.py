@@ -1,0 +1,235 @@
+"""From a captured graph to something that runs: routing, thunder, and reuse of what was compiled before.
+
+Dynamo calls `Compiler.backend` with each graph that it captures. A graph that does the same as an earlier one, under
+the same options, is that earlier one: neither thunder nor inductor sees it again. Compiling itself waits for the
+first call, when real inputs are there: a failure can then be answered with the graph as captured, on inputs,
+buffers and random state that are untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import capture, graphs, quirks
+from .capture import trail
+from .compat import backend_context, load_thunder
+from .dispatch import CompileFailure, Partition, Snapshot
+from .errors import CompileError
+from .options import Options
+
+log = logging.getLogger("thunderpatch")
+
+# One at a time: thunder keeps its state in a function's compile data, and Dynamo holds a lock of its own anyway.
+_compiling = threading.RLock()
+
+
+class Graph:
+    """One distinct graph under one set of options: as captured, and compiled once it was called."""
+
+    def __init__(self, gm: fx.GraphModule, options: Options, owner: str) -> None:
+        self.gm, self.options, self.owner = gm, options, owner
+        self.routes: list[quirks.Route] = []
+        self.info: Any = None  # thunder's SubgraphInfo
+        self.partitions: list[Partition] = []
+        self.error: Exception | None = None  # why the graph runs as captured
+        self.seconds = {"thunder": 0.0, "inductor": 0.0}
+        self.call: Callable[..., Any] = self._first_call
+        self.settings = _settings()
+
+    @property
+    def eager(self) -> bool:
+        """Whether the graph runs as captured, uncompiled: routed so, or after a failure."""
+        return self.error is not None or any(route.target == "eager" for route in self.routes)
+
+    def runner(self) -> Callable[..., Any]:
+        """Return what Dynamo calls: the graph, and a note in the trail that it ran."""
+        ran, this = trail, self
+
+        def run(*inputs: Any) -> Any:
+            ran.graphs.append(this)
+            return this.call(*inputs)
+
+        return run
+
+    def _first_call(self, *inputs: Any) -> Any:
+        with _compiling:
+            if self.call != self._first_call:  # another thread was first
+                return self.call(*inputs)
+            call = self._compile(inputs)
+            before = Snapshot(inputs, several=len(self.partitions) > 1)
+            try:
+                result = call(*inputs)
+            except CompileFailure as failure:
+                before.put_back()
+                self._fail(failure.__cause__ or failure)
+                call = self.gm.forward
+                result = call(*inputs)
+            self.call = call
+            return result
+
+    def _compile(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:
+        began = time.perf_counter()
+        self.routes = quirks.reroute(self.gm)
+        if any(route.target == "eager" for route in self.routes):
+            return self.gm.forward
+        try:
+            with backend_context():
+                call = self._split()
+        except Exception as error:
+            self._fail(error)
+            return self.gm.forward
+        finally:
+            self.seconds["inductor"] += time.perf_counter() - began
+        return call
+
+    def _split(self) -> Callable[..., Any]:
+        """Let thunder's splitter cut the graph and return a function that runs the parts."""
+        thunder = load_thunder()
+        from thunder.dynamo.splitter import _splitter
+        from thunder.dynamo.utils import recompile_graph, remove_empty_autocast
+        from thunder.transforms.extraction_only_prologue_transform import ExtractionOnlyPrologueTransform
+
+        # The splitter edits nodes; what was captured stays as it is, to fall back on and to differentiate twice.
+        gm = graphs.copied(self.gm)
+        remove_empty_autocast(gm)
+        recompile_graph(gm)
+        options = dict(self.options.thunder)
+        options.setdefault("fusion_type", "dataflow")
+        options.setdefault("thunderfx_disable_split_autograd", True)
+        # Dynamo's guards hold for every call that gets here: thunder need not check tensors again.
+        prune = ExtractionOnlyPrologueTransform(skip_check_on_input_tensors=True)
+        options["transforms"] = [*(options.get("transforms") or ()), prune]
+        inductor = functools.partial(torch._inductor.compile, options=dict(self.options.inductor) or None)
+        split, self.info = _splitter(gm, functools.partial(thunder.jit, **options), inductor, [], options)
+        captured = self.info.original_split_graph_module.split_graph_module
+        parts: dict[str, Any] = {}
+        for name, child in split.named_children():
+            if name.startswith("thunder_"):
+                original = getattr(captured, name.replace("thunder_", "submod_"))
+                child = Partition(child, original, self.owner, self.options)
+                self.partitions.append(child)
+            parts[name] = child
+        return _straight(split, parts)
+
+    def _fail(self, error: BaseException) -> None:
+        """Take note of a failure, or raise it, as `on_error` says."""
+        if self.options.on_error == "raise":
+            raise CompileError(
+                f"{self.owner}: the region could not be compiled with options {self.options}: "
+                f"{type(error).__name__}: {error}\n"
+                "Leave the module out (exclude=), or let it run uncompiled (on_error='eager')."
+            ) from error
+        assert isinstance(error, Exception)
+        self.error = error
+        log.warning("%s: runs uncompiled after %s: %s", self.owner, type(error).__name__, error)
+
+
+class SymbolicGraph:
+    """A graph with symbolic sizes: a table of static ones, each compiled at the first call with its sizes."""
+
+    def __init__(self, gm: fx.GraphModule, symbols: tuple[int, ...], find: Callable[[fx.GraphModule], Graph]) -> None:
+        self.gm, self.symbols, self._find = gm, symbols, find
+        self.static: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def runner(self) -> Callable[..., Any]:
+        table, symbols = self.static, self.symbols
+
+        def run(*inputs: Any) -> Any:
+            sizes = tuple([inputs[i] for i in symbols])
+            call = table.get(sizes)
+            if call is None:
+                with _compiling:
+                    graph = self._find(graphs.specialise(self.gm, inputs))
+                call = table[sizes] = graph.runner()
+            return call(*inputs)
+
+        return run
+
+
+class Compiler:
+    """What one set of options compiles with. Graphs live as long as something that may call them does."""
+
+    def __init__(self, options: Options, watch: capture.Watch, owner: Callable[[], str]) -> None:
+        self.options = options
+        self._owner = owner
+        self._graphs: weakref.WeakValueDictionary[Any, Graph] = weakref.WeakValueDictionary()
+        self.compiled = 0  # graphs compiled, not found again
+        # Dynamo keeps every backend for good: what it gets is a function that knows this object weakly.
+        this = weakref.ref(self)
+
+        def thunderpatch(gm: fx.GraphModule, inputs: list[Any], **_: Any) -> Callable[..., Any]:
+            compiler = this()
+            assert compiler is not None
+            return compiler.backend(gm)
+
+        self.optimize = capture.optimizer(
+            thunderpatch, dynamic=options.dynamic, fullgraph=options.fullgraph, watch=watch
+        )
+
+    def backend(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        """Return the function that runs `gm`; Dynamo's guards hold whenever it is called."""
+        # A copy holds the nodes alone, not what Dynamo hangs on the graph and the inputs of this call.
+        gm = graphs.copied(gm)
+        symbols = graphs.symbolic_inputs(gm)
+        if symbols:
+            return SymbolicGraph(gm, symbols, self.find).runner()
+        return self.find(gm).runner()
+
+    def find(self, gm: fx.GraphModule) -> Graph:
+        """Return the graph that does what `gm` does, a new one only if there is none yet."""
+        structure = graphs.structure(gm)
+        key = None if structure is None else (structure, _settings())
+        found = self._graphs.get(key) if key is not None else None
+        if found is None:
+            found = Graph(gm, self.options, self._owner())
+            self.compiled += 1
+            log.info("%s: captured a graph of %d nodes", found.owner, len(gm.graph.nodes))
+            if key is not None:
+                self._graphs[key] = found
+        else:
+            log.debug("%s: reuses a graph of %s", self._owner(), found.owner)
+        return found
+
+    def __iter__(self) -> Iterable[Graph]:
+        return iter(list(self._graphs.values()))
+
+
+def _straight(split: fx.GraphModule, parts: dict[str, Any]) -> Callable[..., Any]:
+    """Return the split graph as a plain function, its parts reached without a module's __getattr__ and __call__."""
+    shell = _Shell()
+    for node in split.graph.nodes:
+        if node.op == "get_attr":
+            name = str(node.target).split(".")[0]
+            setattr(shell, name, getattr(split, name))
+    for name, part in parts.items():
+        setattr(shell, name, part)
+    forward = type(split).forward
+    return functools.partial(forward, shell)
+
+
+class _Shell:
+    """Holds the parts of a split graph under the names that its code uses."""
+
+
+def _settings() -> tuple[Any, ...]:
+    """The global state that a compiled graph depends on and that its nodes do not show."""
+    devices = ("cpu", "cuda")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        str(torch.get_default_device()),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
+        torch.is_autocast_cache_enabled(),
+    )

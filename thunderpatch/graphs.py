@@ -1,0 +1,173 @@
+"""FX graphs as Dynamo captures them: when two are the same, and how one with symbolic sizes becomes static."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy that can be edited, and that holds nothing of the call in which `gm` was captured."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copy = fx.GraphModule(gm, graph, "Captured")
+    for node in placeholders(copy):
+        node.meta.pop("grapharg", None)
+    return copy
+
+
+def symbolic_inputs(gm: fx.GraphModule) -> tuple[int, ...]:
+    """Return the positions of the inputs that are symbolic numbers; they come before the tensors they size."""
+    return tuple(i for i, node in enumerate(placeholders(gm)) if isinstance(example(node), SYMBOLS))
+
+
+def structure(gm: fx.GraphModule) -> tuple[Any, ...] | None:
+    """Return a hashable value that is equal for graphs that do the same to inputs of the same kinds.
+
+    Names play no part, so that the layers of a model that differ in nothing but their place give one value.
+    None when the graph holds a tensor or an object of its own, which no other graph can share.
+    """
+    index: dict[fx.Node, int] = {}
+    parts: list[Any] = []
+    try:
+        for node in gm.graph.nodes:
+            if node.op == "get_attr":
+                target: Any = _attribute(gm, node)
+            else:
+                target = () if node.op == "placeholder" else (node.target,)
+            arguments = _frozen((node.args, node.kwargs), index)
+            value = describe(example(node)) if node.op == "placeholder" else None
+            parts.append((node.op, target, arguments, value))
+            index[node] = len(index)
+        key = tuple(parts)
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _attribute(gm: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
+    value = gm
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    inner = structure(value) if isinstance(value, fx.GraphModule) else None
+    if inner is None:
+        raise TypeError(f"{node.target} is part of this graph alone")
+    return inner
+
+
+def _frozen(value: Any, index: dict[fx.Node, int]) -> Any:
+    if isinstance(value, fx.Node):
+        return ("node", index[value])
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *(_frozen(item, index) for item in value))
+    if isinstance(value, dict):
+        return ("dict", *((name, _frozen(item, index)) for name, item in value.items()))
+    if isinstance(value, slice):
+        return ("slice", _frozen((value.start, value.stop, value.step), index))
+    if isinstance(value, (float, complex)):
+        return (type(value).__name__, repr(value))  # 0.0 == -0.0 and nan != nan, and 1 == 1.0 == True
+    return (type(value).__name__, value)
+
+
+def describe(value: Any) -> tuple[Any, ...]:
+    """Return what a compiled graph may rely on of an input: all that Dynamo guards on and thunder reads."""
+    if isinstance(value, torch.Tensor):
+        strided = value.layout is torch.strided
+        return (
+            type(value).__name__,
+            _sizes(value.shape),
+            _sizes(value.stride()) if strided else (),
+            str(value.storage_offset()) if strided else "",
+            value.dtype,
+            value.device,
+            value.layout,
+            value.requires_grad,
+            value.is_leaf,
+            value.is_inference(),
+            value.is_conj(),
+            value.is_neg(),
+        )
+    return (type(value).__name__, str(value))
+
+
+def _sizes(sizes: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(size if type(size) is int else str(size) for size in sizes)
+
+
+def specialise(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """Return a copy of `gm` in which symbolic sizes have the values that `inputs` give them.
+
+    The copy takes the same inputs. Its example values are computed anew with fake tensors, since thunder's
+    splitter and its partitions read shapes and `requires_grad` there.
+    """
+    values: dict[fx.Node, Any] = {}
+    graph = fx.Graph()
+    known: dict[fx.Node, Any] = {}  # node of the old graph -> number
+
+    def resolve(node: fx.Node) -> Any:
+        return known[node] if node in known else values[node]
+
+    taken = iter(inputs)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            value = next(taken)
+            values[node] = graph.node_copy(node)
+            if isinstance(example(node), SYMBOLS):
+                known[node] = value
+            continue
+        numbers = all(n in known for n in node.all_input_nodes)
+        if node.op == "call_function" and node.all_input_nodes and numbers:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: known[n])
+            known[node] = node.target(*args, **kwargs)
+            continue
+        values[node] = graph.node_copy(node, resolve)
+    static = fx.GraphModule(gm, graph, gm.__class__.__name__)
+    propagate(static, inputs)
+    return static
+
+
+def propagate(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Set each node's example value, by running the graph on fakes of `inputs`; nothing real is computed."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [_fake(value, mode) for value in inputs]
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            if n.op != "output":
+                n.meta["example_value"] = result
+            return result
+
+    grad = torch.is_grad_enabled()
+    try:
+        with mode:
+            Recorder(gm).run(*fakes)
+    finally:
+        torch.set_grad_enabled(grad)
+
+
+def _fake(value: Any, mode: FakeTensorMode) -> Any:
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        return value
+    # Detached first: an example value must know whether a gradient is wanted, not the history behind it.
+    fake = mode.from_tensor(value.detach(), static_shapes=True)
+    if not value.requires_grad:
+        return fake
+    with torch.enable_grad():
+        leaf = fake.requires_grad_()
+        return leaf if value.is_leaf else leaf.clone()

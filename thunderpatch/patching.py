@@ -1,0 +1,244 @@
+"""apply, restore, patched, disabled, thunderfx: what a user does to a model, and the handle on what was done."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from . import fused, registry
+from .compat import load_thunder
+from .errors import AlreadyPatchedError, ArgumentError
+from .forward import Record, watch
+from .options import Options, read_options
+from .regions import compiler_for
+from .selection import select
+
+if TYPE_CHECKING:
+    from .report import Report
+
+T = TypeVar("T")
+
+
+class Patch:
+    """A handle on what one `apply` installed, and on nothing else.
+
+    `len(patch)` is the number of modules that it owns and that are still patched by it. Used in a `with`
+    statement, it restores them at the end.
+    """
+
+    def __init__(self, model: nn.Module, installed: dict[str, nn.Module], options: Options) -> None:
+        self._model = weakref.ref(model)
+        self._owned = {fqn: weakref.ref(module) for fqn, module in installed.items()}
+        self._proxies = {fqn: weakref.ref(vars(module)["forward"]) for fqn, module in installed.items()}
+        self._options = options
+
+    @property
+    def modules(self) -> weakref.WeakValueDictionary[str, nn.Module]:
+        """The modules that this handle owns, by FQN; weak, so that the handle keeps no model alive."""
+        return weakref.WeakValueDictionary((fqn, module) for fqn, module in self._alive())
+
+    def _alive(self) -> Iterator[tuple[str, nn.Module]]:
+        for fqn, ref in self._owned.items():
+            module, proxy = ref(), self._proxies[fqn]()
+            if module is not None and proxy is not None:
+                record = proxy._self_record
+                # Installed again by a later handle, the record points to another proxy.
+                if record.installed and record.proxy is not None and record.proxy() is proxy:
+                    yield fqn, module
+
+    def restore(self) -> int:
+        """Put back what this handle installed; return how many that were. Again, it does nothing."""
+        alive = list(self._alive())
+        return sum(registry.uninstall(module) for _, module in reversed(alive))
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Run the originals for the length of a `with` statement; compiled code is kept."""
+        with _disabled([module for _, module in self._alive()]):
+            yield
+
+    def report(self) -> Report:
+        """Return what ran where so far, for the model that was patched."""
+        from .report import report
+
+        model = self._model()
+        if model is None:
+            raise ArgumentError("the model of this patch is gone; there is nothing to report")
+        return report(model)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._alive())
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def __repr__(self) -> str:
+        alive = list(self._alive())
+        off = sum(1 for _, module in alive if (r := registry.active(module)) is not None and r.disabled)
+        state = f"{len(alive)} active" if not off else f"{len(alive) - off} active, {off} disabled"
+        return f"<Patch of {len(self._owned)} modules, {state}; {self._options}>"
+
+
+def apply(
+    model: nn.Module,
+    *,
+    types: Any = None,
+    names: Any = None,
+    where: Callable[[nn.Module, str], bool] | None = None,
+    exclude: Any = None,
+    repeated: bool = False,
+    nested: str = "outermost",
+    on_error: str = "raise",
+    check: bool = False,
+    direct: bool = True,
+    **thunderfx_options: Any,
+) -> Patch:
+    """Make the selected modules of `model` run through thunderfx, in place.
+
+    The selectors are those of `select`; with none given, the model itself is compiled as `thunderfx(model)` would.
+    `thunderfx_options` are the keywords of `thunder.jit` and torch.compile's `dynamic`, `fullgraph`, `mode` and
+    `options`. `on_error="raise"` raises `CompileError` when a region cannot be compiled, `"eager"` lets that module
+    run its original from then on, with a warning. `check=True` compares each compiled graph's first run with the
+    original. `direct=False` leaves thunder's own checks in each call.
+
+    Nothing is compiled yet: that happens at a module's first call. Applying again with equal options changes
+    nothing. Returns a `Patch`, which owns what was installed.
+
+    Raises `SelectionError` when nothing matches, `AlreadyPatchedError` when a selected module is patched with
+    other options, `ArgumentError` for an unknown option, `UnsupportedEnvironmentError` when thunder cannot run
+    here. Whatever is raised, the model is as it was.
+
+    >>> import torch, thunderpatch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    >>> thunderpatch.apply(model, types=torch.nn.ReLU)
+    <Patch of 1 modules, 1 active; defaults>
+    """
+    load_thunder()
+    options = read_options(thunderfx_options, on_error=on_error, check=check, direct=direct)
+    selected = select(
+        model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested
+    )
+    new = {fqn: module for fqn, module in selected.items() if not _patched_alike(fqn, module, options)}
+    compiler = compiler_for(options, watch, watch.owner)
+    proxies = {fqn: registry.build(module, fqn, compiler) for fqn, module in new.items()}
+    fused.warn_where_never_called(model, new)
+    done: list[nn.Module] = []
+    try:
+        for fqn, module in new.items():
+            registry.install(module, proxies[fqn])
+            done.append(module)
+        return Patch(model, new, options)
+    except BaseException:
+        for module in reversed(done):
+            registry.uninstall(module)
+        raise
+
+
+def _patched_alike(fqn: str, module: nn.Module, options: Options) -> bool:
+    record = registry.active(module)
+    if record is None:
+        return False
+    if record.compiler.options.key != options.key:
+        raise AlreadyPatchedError(
+            f"{fqn or '(the model itself)'} ({type(module).__name__}) is patched with {record.compiler.options}, "
+            f"and was now asked for with {options}: restore it first, or exclude it. Nothing was changed."
+        )
+    return True
+
+
+def restore(
+    model: nn.Module,
+    *,
+    types: Any = None,
+    names: Any = None,
+    where: Callable[[nn.Module, str], bool] | None = None,
+    exclude: Any = None,
+    repeated: bool = False,
+    nested: str = "all",
+) -> int:
+    """Put the selected modules of `model` back exactly as they were; all of them when no selector is given.
+
+    Returns how many that were; 0 when nothing was patched. Compiled code is kept for as long as the model lives.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"restore takes a torch.nn.Module, not {type(model).__name__}")
+    some = types is not None or names is not None or where is not None or exclude is not None or repeated
+    if some:
+        chosen = select(
+            model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested
+        )
+        modules = list(chosen.values())
+    else:
+        modules = [module for _, module in registry.patched_below(model)]
+    return sum(registry.uninstall(module) for module in reversed(modules))
+
+
+@contextlib.contextmanager
+def patched(model: nn.Module, **selectors_and_options: Any) -> Iterator[Patch]:
+    """Apply for the length of a `with` statement; takes what `apply` takes.
+
+    At the end exactly what this statement installed comes off. Entered again, nothing is compiled again.
+    """
+    patch = apply(model, **selectors_and_options)
+    try:
+        yield patch
+    finally:
+        patch.restore()
+
+
+@contextlib.contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Run the originals of everything patched in `model` for the length of a `with` statement; code is kept."""
+    with _disabled([module for _, module in registry.patched_below(model)]):
+        yield
+
+
+@contextlib.contextmanager
+def _disabled(modules: Iterable[nn.Module]) -> Iterator[None]:
+    records: list[Record] = [record for m in modules if (record := registry.active(m)) is not None]
+    for record in records:
+        record.disabled += 1
+    try:
+        yield
+    finally:
+        for record in records:
+            record.disabled -= 1
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether this module itself, not one below it, runs through thunderfx: patched and not restored."""
+    return registry.active(module) is not None
+
+
+def thunderfx(module: T, /, **thunderfx_options: Any) -> T:
+    """Compile like `thunder.dynamo.thunderfx`, but give a module back: the very one, patched in place.
+
+    Anything that is no module is handed to thunder's own function. Errors are those of `apply`.
+    """
+    if isinstance(module, nn.Module):
+        apply(module, **thunderfx_options)
+        return module
+    return load_thunderfx()(module, **thunderfx_options)  # type: ignore[no-any-return]
+
+
+def load_thunderfx() -> Callable[..., Any]:
+    """Return thunder's own thunderfx, kept from reassigning `torch.compile` as it does when called."""
+    load_thunder()
+    import torch
+    from thunder.dynamo import thunderfx as theirs
+
+    def thunderfx(function: Any, **options: Any) -> Any:
+        public = torch.compile
+        try:
+            return theirs(function, **options)
+        finally:
+            torch.compile = public
+
+    return thunderfx

@@ -1,0 +1,114 @@
+"""Which modules are patched: records by module, weakly keyed, and what puts a proxy in place and takes it out.
+
+Whether a patch is in force is asked of the module itself: its instance `forward` is looked at, by type and never by
+attribute, since a foreign wrapper that delegates attributes would answer for the proxy that it wraps.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .compiler import Compiler
+from .errors import ThunderPatchWarning
+from .forward import PatchedForward, Record
+
+# module -> its records, one for each set of options that it was ever patched with. They stay when the patch is
+# taken off, and with them the compiled code.
+_records: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def records_of(module: nn.Module) -> list[Record]:
+    """Return the module's records, those of former patches included."""
+    return list(_records.get(module, {}).values())
+
+
+def active(module: nn.Module) -> Record | None:
+    """Return the record of the patch that is on the module now, under a foreign wrapper or not."""
+    return next((record for record in records_of(module) if record.installed), None)
+
+
+def record_for(module: nn.Module, fqn: str, compiler: Compiler) -> Record:
+    """Return the module's record under this compiler, the former one if there was one."""
+    known = _records.setdefault(module, {})
+    record: Record | None = known.get(compiler.options.key)
+    if record is None:
+        record = known[compiler.options.key] = Record(module, fqn, compiler)
+    return record
+
+
+def proxy_of(module: nn.Module) -> PatchedForward | None:
+    """Return the proxy that is the module's instance forward, in force or inert; None for anything else."""
+    found = vars(module).get("forward")
+    return found if type(found) is PatchedForward else None
+
+
+def displaced(module: nn.Module) -> bool:
+    """Whether the module is patched and somebody has put another forward on top."""
+    return active(module) is not None and proxy_of(module) is None
+
+
+def build(module: nn.Module, fqn: str, compiler: Compiler) -> PatchedForward:
+    """Return a proxy for the module's forward; the module is not touched."""
+    record = record_for(module, fqn, compiler)
+    stale = proxy_of(module)  # an inert one that somebody has put back: never wrap it
+    local = stale._self_local if stale is not None else vars(module).get("forward")
+    original = local if local is not None else type(module).forward.__get__(module)
+    return PatchedForward(original, module, record, local)
+
+
+def install(module: nn.Module, proxy: PatchedForward) -> None:
+    """Put the proxy in place."""
+    record: Record = proxy._self_record
+    record.proxy = weakref.ref(proxy)
+    record.installed = True
+    vars(module)["forward"] = proxy
+
+
+def uninstall(module: nn.Module) -> bool:
+    """Put the module's own forward back; return whether there was anything of ours.
+
+    A wrapper that somebody has put on top stays. What it wraps becomes inert, which is the same to its caller.
+    """
+    record, proxy = active(module), proxy_of(module)
+    if record is not None:
+        record.installed = False
+    if proxy is not None:
+        proxy._self_record.installed = False
+        if proxy._self_local is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = proxy._self_local
+    elif record is not None and "forward" in vars(module):
+        warnings.warn(
+            f"{record.name} is restored below another wrapper of its forward "
+            f"({type(vars(module)['forward']).__name__}), which stays in place; it calls the original from now on",
+            ThunderPatchWarning,
+            stacklevel=4,
+        )
+    return record is not None or proxy is not None
+
+
+def adopt(module: nn.Module, original: Callable[..., Any], proxy: PatchedForward, local: Any) -> PatchedForward:
+    """Return a proxy for a copy of a patched module: patched in its own right, on the same compiled code."""
+    source: Record = proxy._self_record
+    record = record_for(module, source.fqn, source.compiler)
+    record.group, record.installed, record.disabled = source.group, source.installed, source.disabled
+    record.latched = source.latched
+    if () in source.lanes:
+        record.lanes = {(): source.lanes[()]}
+    copy = PatchedForward(original, module, record, local)
+    record.proxy = weakref.ref(copy)
+    return copy
+
+
+def patched_below(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of `model` that carry anything of ours, by FQN."""
+    for fqn, module in model.named_modules():
+        if module in _records and (active(module) is not None or proxy_of(module) is not None):
+            yield fqn, module
