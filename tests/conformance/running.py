@@ -1,0 +1,87 @@
+"""Runs one case in eager and patched, from the same inputs and state, and says what differs."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .entries import Case, tensors
+
+
+@dataclass
+class Result:
+    """What a call gave: outputs, gradients per input and parameter, inputs and buffers afterwards."""
+
+    outputs: list[Any]
+    gradients: list[Tensor | None] | str
+    inputs: list[Tensor]
+    buffers: list[Tensor]
+    identities: list[Any]
+
+
+def _cotangent(tensor: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    real = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
+    return (real + 0.25j if tensor.is_complex() else real).to(tensor.dtype)
+
+
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    try:
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
+    except (RuntimeError, NotImplementedError):
+        return False  # sparse and the like have no storage
+
+
+def run(case: Case, call: Any, module: nn.Module, cast: torch.dtype | None = None) -> Result:
+    """Call ``call`` with fresh copies of the case's arguments and collect everything comparable."""
+
+    def fresh(tensor: Tensor) -> Tensor:
+        copied = tensor.detach().clone() if cast is None else _cast(tensor.detach(), cast).clone()
+        if tensor.layout is torch.strided and copied.stride() != tensor.stride():
+            base = torch.empty_strided(tensor.size(), tensor.stride(), dtype=copied.dtype)
+            copied = base.copy_(copied)
+        return copied.requires_grad_(tensor.requires_grad and case.grad)
+
+    leaves_args, leaves_kwargs = pytree.tree_map_only(Tensor, fresh, (case.args, case.kwargs))
+    leaves = [t for t in tensors((leaves_args, leaves_kwargs)) if t.requires_grad]
+    parameters = [p for p in module.parameters() if p.requires_grad] if case.grad else []
+    args, kwargs = leaves_args, leaves_kwargs
+    if case.non_leaf:
+        args = (pytree.tree_map_only(Tensor, torch.clone, args[0]), *args[1:])
+    given = tensors((args, kwargs))
+    with torch.set_grad_enabled(case.grad):
+        outputs = pytree.tree_leaves(call(*args, **kwargs))
+    returned = [o for o in outputs if isinstance(o, Tensor)]
+    identities = [[o is g for g in given] for o in returned]
+    identities += [[_same_storage(o, g) for g in given] for o in returned]
+    gradients: Any = []
+    # What was mutated is a result as well: its history must be right.
+    roots = [t for t in [*returned, *(given if case.non_leaf else [])] if t.requires_grad]
+    if roots and (leaves or parameters):
+        try:
+            gradients = list(
+                torch.autograd.grad(roots, [*leaves, *parameters], [_cotangent(r) for r in roots], allow_unused=True)
+            )
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError) as error:
+            gradients = f"{type(error).__name__}: {str(error)[:300]}"
+    buffers = [b.detach().clone() for b in module.buffers()]
+    return Result(outputs, gradients, [g.detach() for g in given], buffers, identities)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def copied(module: nn.Module, cast: torch.dtype | None = None) -> nn.Module:
+    """A copy of the module that shares no state with it; with ``cast``, in that dtype."""
+    fresh = copy.deepcopy(module)
+    if cast is not None:
+        fresh._apply(lambda t: _cast(t, cast))
+    return fresh

@@ -1,0 +1,108 @@
+"""Finds in-place changes that thunder, or the seam between two partitions, would get wrong.
+
+thunder makes a graph functional and writes the changes back at its end, outside autograd. What the graph makes
+itself and changes in one partition comes out right, and so does a buffer without a gradient. Wrong, always in
+silence, are the gradient of a changed input, of a value that one partition makes and another changes, and of a
+value that is read under two names after the change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .quirks_nodes import AUGMENTED_NAMES, bound, inputs, is_call, outputs, spelled, tensors
+
+
+@dataclass(frozen=True)
+class Mutations:
+    """What in-place changes call for: the whole graph eager, and why, or nodes that belong together."""
+
+    eager: str = ""
+    node: str = ""
+    outside: tuple[fx.Node, ...] = ()
+
+
+def mutated(node: fx.Node) -> list[Any]:
+    """List the arguments that a node changes in place."""
+    if not is_call(node):
+        return []
+    out = node.kwargs.get("out")
+    targets = [] if out is None else list(out) if isinstance(out, (tuple, list)) else [out]
+    name, first = spelled(node), node.args[0] if node.args else next(iter(node.kwargs.values()), None)
+    if isinstance(node.target, torch._ops.OpOverload):
+        schema = node.target._schema
+        for argument, given in zip(schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                targets.append(given)
+    elif getattr(node.target, "__module__", "") == "_operator":
+        if f"__{name.strip('_')}__" in AUGMENTED_NAMES or name == "setitem":
+            targets.append(first)
+    elif name.endswith("_") and not name.endswith("__") or name == "__setitem__" or bound(node, "inplace") is True:
+        targets.append(first)
+    return targets
+
+
+def _storages(tree: Any) -> set[StorageWeakRef]:
+    found = set()
+    for tensor in tensors(tree):
+        if tensor.layout is torch.strided:
+            found.add(StorageWeakRef(tensor.untyped_storage()))
+    return found
+
+
+def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations:
+    """Say what the in-place changes of a graph call for.
+
+    ``stays`` tells whether thunder would run a node. Only asked where a gradient is at stake: without one, changes
+    come out right whoever makes them.
+    """
+    nodes = list(gm.graph.nodes)
+    changes = [(node, storage) for node in nodes for storage in _storages(mutated(node))]
+    if not changes or not _grad_at_stake(nodes):
+        return Mutations()
+    given = _storages([node for node in nodes if not is_call(node) and node.op != "output"])
+    outside: set[fx.Node] = set()
+    for node, storage in changes:
+        names = [other for other in nodes if other.op != "output" and storage in _storages(other)]
+        graded = any(t.requires_grad for t in [*inputs(node), *tensors(names)])
+        if storage in given and graded:
+            return Mutations(f"{spelled(node)} changes an input of the graph in place", node.name)
+        if graded:
+            outside.update(_region(node, names, nodes, stays))
+        elif _seam(nodes, stays):
+            outside.add(node)
+    return Mutations(outside=tuple(node for node in nodes if node in outside))
+
+
+def _grad_at_stake(nodes: list[fx.Node]) -> bool:
+    switched = any(spelled(node) in ("_set_grad_enabled", "set_grad_enabled") for node in nodes if is_call(node))
+    return (torch.is_grad_enabled() or switched) and any(t.requires_grad for n in nodes for t in tensors(n))
+
+
+def _region(
+    change: fx.Node, names: list[fx.Node], nodes: list[fx.Node], stays: Callable[[fx.Node], bool]
+) -> list[fx.Node]:
+    """Return the nodes that must be in one inductor partition for this change; none if thunder has it right."""
+    begin, end = nodes.index(names[0]), nodes.index(change)
+    between = nodes[begin : end + 1]
+    target = change.args[0] if change.args else None
+    # The value under another name than the one that was changed, read after the change.
+    others = [n for n in names if n is not target and nodes.index(n) < end]
+    stale = any(nodes.index(user) > end for name in others for user in name.users)
+    doubled = isinstance(target, fx.Node) and {target, change} <= set(nodes[-1].all_input_nodes)
+    if not stale and not doubled and all(map(stays, between)):
+        return []
+    return [node for node in between if is_call(node)]
+
+
+def _seam(nodes: list[fx.Node], stays: Callable[[fx.Node], bool]) -> bool:
+    """Whether a partition may be given one value under two names, which with a change in it loses gradients."""
+    calls = [node for node in nodes if is_call(node)]
+    aliased = any(_storages(node) & _storages(node.all_input_nodes) for node in calls if outputs(node))
+    return aliased and not all(map(stays, calls))
