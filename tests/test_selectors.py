@@ -163,6 +163,7 @@ def test_a_type_that_selects_nothing_is_an_error_that_says_what_is_there(types: 
         ("a..b", "bad FQN glob 'a..b'"),
         (nn.Linear, "`names` takes FQN globs and re.Patterns, not the class Linear"),
         (3, "`names` takes FQN globs and re.Patterns, not an instance of int"),
+        (["head", ["head"]], "`names` takes FQN globs and re.Patterns, not an instance of list"),
         ([], "`names` is empty"),
     ],
 )

@@ -146,13 +146,12 @@ def _class_test(cls: type[nn.Module]) -> Predicate:
 
 
 def _fqn_test(argument: str, items: list[object], tree: Tree) -> Predicate:
-    patterns = [_pattern(argument, item) for item in items]
     # Names are looked up, not matched one by one: there may be as many of them as there are modules.
     names = {item for item in items if isinstance(item, str) and is_literal(item)}
     if unknown := names.difference(_fqns(tree)):
         raise _no_such_module(argument, min(unknown), tree)
-    wild = [pattern for pattern, item in zip(patterns, items, strict=True) if item not in names]
-    return lambda module, fqn: fqn in names or any(pattern.fullmatch(fqn) for pattern in wild)
+    patterns = [_pattern(argument, item) for item in items if not isinstance(item, str) or item not in names]
+    return lambda module, fqn: fqn in names or any(pattern.fullmatch(fqn) for pattern in patterns)
 
 
 def _matches_any(test: Predicate, places: Iterable[Place]) -> bool:
@@ -180,6 +179,7 @@ def _pattern(argument: str, item: object) -> re.Pattern[str]:
 
 def _no_such_module(argument: str, name: str, tree: Tree) -> SelectionError:
     # A name without wildcards means one module; one that is misspelt must not pass as a mere alternative.
+    compile_glob(name)  # a glob that cannot be read is the better thing to say
     for fqn, module, _ in tree.places:
         if fqn == name:
             return SelectionError(
