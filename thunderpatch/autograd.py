@@ -18,6 +18,25 @@ import torch
 from .errors import CompileError
 
 
+class Observed:
+    """Notes the state before a run, to tell afterwards what the run did besides computing."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self._versions = [version(arg) for arg in args]
+        self._random = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+    def mutated(self, args: Sequence[Any]) -> list[int]:
+        return [i for i, arg in enumerate(args) if version(arg) != self._versions[i]]
+
+    def drew_random_numbers(self) -> bool:
+        cuda = self._cuda is not None and not torch.equal(self._cuda, torch.cuda.get_rng_state())
+        return cuda or not torch.equal(self._random, torch.get_rng_state())
+
+
+Held = tuple[list[tuple[int, Any]], list[tuple[int, "weakref.ref[Any]"]]]
+
+
 class Recompute:
     """How the inputs of one partition are found again at backward, and what runs on them."""
 
@@ -32,9 +51,9 @@ class Recompute:
         self._weak: Sequence[int] = ()
         self._autocast: list[tuple[str, torch.dtype]] = []
 
-    def learn(self, args: Sequence[Any], saved: Sequence[Any], *, mutated: Sequence[int], random: bool) -> None:
+    def learn(self, args: Sequence[Any], saved: Sequence[Any], observed: Observed) -> None:
         """Look at the first run: which arguments the compiled backward saves, writes to, or leaves alone."""
-        self.mutated, self.random = mutated, random
+        self.mutated, self.random = observed.mutated(args), observed.drew_random_numbers()
         place = {id(value): k for k, value in enumerate(saved)}
         self._saved = {i: place[id(arg)] for i, arg in enumerate(args) if id(arg) in place}
         rest = [i for i in range(len(args)) if i not in self._saved]
@@ -42,16 +61,15 @@ class Recompute:
         self._weak = [i for i in rest if i not in self._strong]
         self._autocast = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
 
-    def hold(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def hold(self, args: Sequence[Any]) -> Held:
         """Return what a call keeps for later: some arguments, and weak references to the others."""
-        return [args[i] for i in self._strong], [weakref.ref(args[i]) for i in self._weak]
+        return [(i, args[i]) for i in self._strong], [(i, weakref.ref(args[i])) for i in self._weak]
 
-    def inputs(self, held: tuple[list[Any], list[Any]], saved: Sequence[Any], purpose: str) -> list[Any]:
+    def inputs(self, held: Held, saved: Sequence[Any], purpose: str) -> list[Any]:
         """Return the arguments of the call again, each with its history."""
-        found = dict(zip(self._strong, held[0], strict=True))
-        found |= {i: saved[k] for i, k in self._saved.items()}
-        found |= {i: ref() for i, ref in zip(self._weak, held[1], strict=True)}
-        if self.random or any(found[i] is None for i in self._weak):
+        found = dict(held[0]) | {i: saved[k] for i, k in self._saved.items()}
+        found |= {i: ref() for i, ref in held[1]}
+        if self.random or any(found[i] is None for i, _ in held[1]):
             gone = "its random numbers cannot be drawn again" if self.random else self._keep()
             raise CompileError(
                 f"{self.owner}: {purpose} needs the region computed again from its inputs, but {gone}. "
@@ -179,6 +197,11 @@ def _in_order_of(args: Sequence[Any], flat: Sequence[Any]) -> Callable[[Sequence
     place = {id(value): k for k, value in enumerate(flat)}
     places = [place.get(id(arg)) for arg in args]
     return lambda grads: [None if k is None else grads[k] for k in places]
+
+
+def version(value: Any) -> int | None:
+    """Return how often a tensor has been written to; None where that is not counted."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
 
 
 def _is_tensor(value: Any) -> bool:

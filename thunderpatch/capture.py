@@ -114,6 +114,8 @@ class _Convert:
 
     def __init__(self, inner: Any, watch: Watch) -> None:
         self._inner, self._watch = inner, watch
+        # A true attribute: Dynamo reads it while it evaluates frames, where a Python __getattr__ would recurse.
+        self._torchdynamo_orig_backend = inner._torchdynamo_orig_backend
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from .autograd import Recompute, connect
+from .autograd import Observed, Recompute, connect, version
 from .compat import backend_context
 from .options import Options
 
@@ -51,14 +51,14 @@ class Snapshot:
 
     def __init__(self, inputs: Sequence[Any], several: bool) -> None:
         tensors = [t for t in inputs if isinstance(t, torch.Tensor) and type(t) is not torch.nn.Parameter]
-        self._copies = [(t, _version(t), t.detach().clone()) for t in tensors] if several else []
+        self._copies = [(t, version(t), t.detach().clone()) for t in tensors] if several else []
         self._random = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def put_back(self) -> None:
         with torch.no_grad():
-            for tensor, version, copy in self._copies:
-                if _version(tensor) != version:
+            for tensor, before, copy in self._copies:
+                if version(tensor) != before:
                     tensor.copy_(copy)
         torch.set_rng_state(self._random)
         if self._cuda:
@@ -99,16 +99,8 @@ class Partition:
             raise CompileFailure from error
         finally:
             self.seconds += time.perf_counter() - began
-        versions = [_version(arg) for arg in args]
-        random = torch.get_rng_state()
         with backend_context():  # the computation may hold parts that compile at their first run
-            result, entry, inputs, saved, to_epilogue, raw = self._run(args)
-        self.recompute.learn(
-            args,
-            saved,
-            mutated=[i for i, arg in enumerate(args) if _version(arg) != versions[i]],
-            random=not torch.equal(random, torch.get_rng_state()),
-        )
+            result, entry, inputs, to_epilogue, raw = self._run(args, first=True)
         call = self._ordinary
         if self._may_be_direct and not self.recompute.mutated:
             call = self._direct(args, entry, inputs, to_epilogue, raw, result) or call
@@ -119,21 +111,25 @@ class Partition:
     def _ordinary(self, *args: Any) -> Any:
         return self._run(args)[0]
 
-    def _run(self, args: Sequence[Any]) -> tuple[Any, ...]:
+    def _run(self, args: Sequence[Any], first: bool = False) -> tuple[Any, ...]:
         """Run with thunder's own checks of each call."""
         data = self.jitted._lc_cd
         with self._lock:
             entry, inputs, to_epilogue = data.get_computation_and_inputs(*args)
             grad_mode = data.is_grad_enabled
+        watched = Observed(args) if first else None
         raw = entry.computation_fn(*inputs)
-        saved: Sequence[Any] = ()
         if entry.backward_fn:
             raw, (saved, others) = raw
+            if watched is not None:
+                self.recompute.learn(args, saved, watched)
             connect(self.recompute, entry.backward_fn, args, raw, saved, others, self._differentiable)
             raw = raw["output"]
+        elif watched is not None:
+            self.recompute.learn(args, (), watched)
         result = entry.epilogue_fn(*to_epilogue, *raw)
         torch.set_grad_enabled(grad_mode)
-        return result, entry, inputs, saved, to_epilogue, raw
+        return result, entry, inputs, to_epilogue, raw
 
     def _direct(
         self, args: Sequence[Any], entry: Any, inputs: Any, to_epilogue: Any, raw: Any, result: Any
@@ -166,10 +162,6 @@ class Partition:
             return out[0] if one else out
 
         return direct_with_gradient
-
-
-def _version(value: Any) -> int | None:
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
 
 
 def _gives_back(result: Any, raw: Any) -> bool:
