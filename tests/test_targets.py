@@ -1,6 +1,7 @@
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,8 @@ from thunderpatch.targets import UsageError, load, parse_input
 
 
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
     (tmp_path / "neighbour_of_models.py").write_text("WIDTH = 4\n")
     path = tmp_path / "models_of_a_test.py"
     path.write_text(
@@ -43,7 +43,9 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             """
         )
     )
-    return str(path)
+    yield str(path)
+    sys.modules.pop("models_of_a_test", None)
+    sys.modules.pop("neighbour_of_models", None)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
+            # Importing thunder tells of each optional executor that is not installed.
+            warnings.filterwarnings("ignore", "transformer_engine module not found", module=r"thunder\.")
             ok: bool = args.run(args)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -112,7 +114,7 @@ def build_parser() -> Parser:
     verb("list", verbs.list_modules, target)
     report = verb("report", verbs.report, target, calls)
     report.add_argument("--calls", type=_positive, default=2, help="how often to run the model (default: 2)")
-    verb("verify", verbs.verify, target, calls).set_defaults(backward=True)
+    verb("verify", verbs.verify, target, calls)
     culprits = verb("culprits", verbs.culprits, target, calls)
     culprits.add_argument(
         "--check",
@@ -161,7 +163,9 @@ def _target() -> Parser:
 
 def _calls() -> Parser:
     calls = argparse.ArgumentParser(add_help=False)
-    calls.add_argument("--backward", action=argparse.BooleanOptionalAction, help="run backward too")
+    calls.add_argument(
+        "--backward", action=argparse.BooleanOptionalAction, help="run backward too (verify: by default)"
+    )
     calls.add_argument(
         "--option",
         type=_option,

@@ -67,7 +67,7 @@ def report(args: argparse.Namespace) -> bool:
 
 
 def verify(args: argparse.Namespace) -> bool:
-    result = _measure("verify", args, grad=args.backward)
+    result = _measure("verify", args, grad=args.backward is not False)
     _show(result, args)
     return bool(result.ok)
 
