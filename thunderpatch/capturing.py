@@ -1,0 +1,132 @@
+"""What each module is really called with, taken from one run of the model as it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .copying import Storages, rebuild
+from .patching import disabled
+from .preserving import preserved
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One set of arguments to call with. `given` are the tensors as handed over, `leaves` where their gradients end up.
+
+    A tensor that requires no gradient is its own leaf.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: list[Tensor] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call: copies, detached, with `requires_grad`, aliasing, strides and devices as they were.
+
+    `fresh()` makes a set to call with, and leaves what is here untouched.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inner: frozenset[int] = frozenset()  # ids of the tensors that were results of other modules, not leaves
+    grad_mode: bool = True
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """Copy the arguments of a call that is about to happen, and the modes that are on."""
+        storages, inner = Storages(), set()
+
+        def copy(tensor: Tensor) -> Tensor:
+            clone = storages.clone(tensor).requires_grad_(tensor.requires_grad)
+            if tensor.requires_grad and not tensor.is_leaf:
+                inner.add(id(clone))
+            return clone
+
+        copied, named = rebuild((tuple(args), dict(kwargs)), copy)
+        autocast = tuple(
+            (d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)
+        )
+        return cls(copied, named, frozenset(inner), torch.is_grad_enabled(), autocast)
+
+    def fresh(self, cast: torch.dtype | None = None) -> Inputs:
+        """Return arguments to call with once, in floating point of dtype `cast` where that is given.
+
+        What was no leaf is none again, so that the module may write to it.
+        """
+        storages, given, leaves = Storages(cast), list[Tensor](), list[Tensor]()
+
+        def make(tensor: Tensor) -> Tensor:
+            copy = storages.clone(tensor)
+            if id(tensor) in self.inner:
+                leaves.append(copy.clone().requires_grad_())
+                copy = _handed_over(leaves[-1], copy)
+            else:
+                leaves.append(copy.requires_grad_(tensor.requires_grad))
+            given.append(copy)
+            return copy
+
+        args, kwargs = rebuild((self.args, self.kwargs), make)
+        return Inputs(args, kwargs, given, leaves)
+
+    @contextlib.contextmanager
+    def modes(self) -> Iterator[None]:
+        """Set the grad mode and autocast that were on in the call."""
+        with torch.set_grad_enabled(self.grad_mode), contextlib.ExitStack() as stack:
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            yield
+
+
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, boxed: list[Tensor]) -> Tensor:
+        return boxed[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+def _handed_over(leaf: Tensor, copy: Tensor) -> Tensor:
+    """Give `copy` the history of a value computed from `leaf`; its memory stays its own."""
+    with torch.enable_grad():
+        result: Tensor = _HandOver.apply(leaf, [copy])
+        return result
+
+
+def capture_inputs(
+    model: nn.Module, modules: Mapping[str, nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Call]:
+    """Run `model(*args, **kwargs)` once, unpatched, and return the first call of each of `modules` by FQN.
+
+    Runs in the grad mode and autocast of the caller. A module that was not called is not in the result. The
+    model, its gradients and buffers, the arguments and the random state are as before; what the model raises is
+    raised.
+    """
+    calls: dict[str, Call] = {}
+
+    def watch(fqn: str) -> Callable[..., None]:
+        def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if fqn not in calls:
+                calls[fqn] = Call.of(given, named)
+
+        return hook
+
+    inputs = Call.of(args, kwargs).fresh()
+    with preserved(model), disabled(model), contextlib.ExitStack() as stack:
+        for fqn, module in modules.items():
+            # First of all hooks: a replay goes through the module's own hooks again.
+            handle = module.register_forward_pre_hook(watch(fqn), prepend=True, with_kwargs=True)
+            stack.callback(handle.remove)
+        model(*inputs.args, **inputs.kwargs)
+    return {fqn: calls[fqn] for fqn in modules if fqn in calls}
