@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import thunderpatch
 
 from .errors import CompileError, ThunderPatchError
-from .tables import Column, screen
+from .tables import Column, plain, screen
 from .targets import Target, UsageError, find, load
 
 
@@ -49,8 +50,8 @@ def list_modules(args: argparse.Namespace) -> bool:
         Column("parameters", lambda row: f"{row[2]:,}", number=True, keep=1),
     )
     total = sum(1 for _ in target.model.modules())
-    console = _console()
-    console.print(screen(f"{len(rows)} of {total} modules selected", columns, rows, [], console.width))
+    width = shutil.get_terminal_size().columns
+    _print(screen(f"{len(rows)} of {total} modules selected", columns, rows, [], width), plain)
     return True
 
 
@@ -182,16 +183,16 @@ def _show(result: Any, args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
-        _console().print(result)
+        _print(result)
 
 
-class _Stdout(Console):
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # rich would end the process itself, with the status of a finding
-
-
-def _console() -> Console:
-    return _Stdout(highlight=False, markup=False, soft_wrap=False)
+def _print(result: Any, text: Callable[[Any], str] = str) -> None:
+    """Print in colour on a terminal, where the result can; as plain text elsewhere."""
+    console = Console(highlight=False)
+    if console.is_terminal and hasattr(result, "__rich_console__"):
+        console.print(result)
+    else:
+        print(text(result))
 
 
 def _progress() -> Progress:
