@@ -17,9 +17,10 @@ from .preserving import preserved
 
 @dataclass(frozen=True)
 class Inputs:
-    """One set of arguments to call with. `given` are the tensors as handed over, `leaves` where their gradients end up.
+    """One set of arguments to call with.
 
-    A tensor that requires no gradient is its own leaf.
+    `given` are the tensors as handed over, `leaves` the tensors at which their gradients arrive. A tensor that
+    requires no gradient is its own leaf.
     """
 
     args: tuple[Any, ...]
@@ -30,7 +31,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call: copies, detached, with `requires_grad`, aliasing, strides and devices as they were.
+    """The arguments of one call, copied: detached, with `requires_grad`, aliasing, strides and devices kept.
 
     `fresh()` makes a set to call with, and leaves what is here untouched.
     """
@@ -53,9 +54,8 @@ class Call:
             return clone
 
         copied, named = rebuild((tuple(args), dict(kwargs)), copy)
-        autocast = tuple(
-            (d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)
-        )
+        on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        autocast = tuple((device, torch.get_autocast_dtype(device)) for device in on)
         return cls(copied, named, frozenset(inner), torch.is_grad_enabled(), autocast)
 
     def fresh(self, cast: torch.dtype | None = None) -> Inputs:
@@ -69,7 +69,7 @@ class Call:
             copy = storages.clone(tensor)
             if id(tensor) in self.inner:
                 leaves.append(copy.clone().requires_grad_())
-                copy = _handed_over(leaves[-1], copy)
+                copy = handed_over(leaves[-1], copy)
             else:
                 leaves.append(copy.requires_grad_(tensor.requires_grad))
             given.append(copy)
@@ -97,10 +97,10 @@ class _HandOver(torch.autograd.Function):
         return grads[0], None
 
 
-def _handed_over(leaf: Tensor, copy: Tensor) -> Tensor:
+def handed_over(leaf: Tensor, copy: Tensor) -> Tensor:
     """Give `copy` the history of a value computed from `leaf`; its memory stays its own."""
     with torch.enable_grad():
-        result: Tensor = _HandOver.apply(leaf, [copy])
+        result: Tensor = _HandOver.apply(leaf, [copy])  # type: ignore[no-untyped-call]
         return result
 
 
@@ -110,8 +110,8 @@ def capture_inputs(
     """Run `model(*args, **kwargs)` once, unpatched, and return the first call of each of `modules` by FQN.
 
     Runs in the grad mode and autocast of the caller. A module that was not called is not in the result. The
-    model, its gradients and buffers, the arguments and the random state are as before; what the model raises is
-    raised.
+    model, its gradients and buffers, the arguments and the random state are as before. What the model raises
+    is raised.
     """
     calls: dict[str, Call] = {}
 

@@ -63,14 +63,15 @@ class Storages:
         flat = torch.empty(0, dtype=torch.uint8 if same else tensor.dtype, device=tensor.device)
         # A storage need not end where an element does.
         count = storage.nbytes() // flat.element_size()
-        return flat.set_(storage, 0, (count,)).to(torch.uint8 if same else dtype, copy=True)
+        flat.set_(storage, 0, (count,), (1,))  # type: ignore[call-overload]
+        return flat.to(torch.uint8 if same else dtype, copy=True)
 
 
 def rebuild(value: Any, tensor: Callable[[Tensor], Any]) -> Any:
     """Return `value` with `tensor(t)` for each tensor in it, one for all places where the same one stands.
 
-    Containers and objects of any class are made anew, down to their attributes; what cannot be copied, modules,
-    parameters and code are shared. `copy.deepcopy` would refuse tensors that have a history.
+    Containers and objects of any class are made anew, down to their attributes. Modules, parameters and code are
+    shared, and what cannot be copied. `copy.deepcopy` would refuse tensors that have a history.
     """
     kept: list[Any] = []
     places: dict[int, int] = {}

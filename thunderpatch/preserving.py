@@ -1,4 +1,4 @@
-"""Runs of a model that leave no trace: its gradients, buffers and attributes and the random state are put back."""
+"""Runs of a model that leave no trace: gradients, buffers, attributes and the random state are put back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """
     states = [_State(module) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = list(range(torch.cuda.device_count())) if in_use else []
     try:
         for parameter, _ in gradients:
             parameter.grad = None  # nothing accumulates into what is there, so that it need not be copied
