@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import shlex
@@ -65,6 +66,17 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
             def bare():
                 return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+            class Halves(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+                def forward(self, *, x):
+                    return self.used(x)
+
+            def halves():
+                return Halves(), {"x": torch.ones(2, 4)}
 
             def picky():
                 return nn.Linear(4, 4), torch.ones(2, 5)
@@ -356,6 +368,54 @@ def test_culprits_compares_with_the_unpatched_model_by_default(
     assert capsys.readouterr().out == "no module breaks the model\n"
 
 
+def test_report_of_equal_blocks_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "gpt", "--repeated", "--backward", "--calls", "3", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["ok"] and plain["verdict"] == "12 of 12 modules compiled"
+    assert [(row["fqn"], row["calls"], row["compiled_calls"]) for row in plain["rows"]] == [
+        (f"blocks.{i}", 3, 3) for i in range(12)
+    ]
+
+
+def test_report_of_a_file_of_the_user_names_what_was_never_called(
+    models: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", f"{models}:halves", "--types", "Linear"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1 of 2 modules compiled; 1 never called"
+    assert any(line.startswith("unused ") and "never called" in line for line in lines)
+
+
+def test_report_of_activations_in_place_says_that_they_are_routed_and_why(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["report", "resnet", "--types", "ReLU", "--backward", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == 17 and {row["status"] for row in rows} == {"routed"}
+    assert all("in place" in " ".join([row["reason"], *row["routes"]]) for row in rows)
+
+
+def test_a_model_that_fails_only_when_patched_is_a_finding(
+    models: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextlib.contextmanager
+    def breaking(model: Any, **_: Any) -> Iterator[None]:
+        model.used = None
+        yield
+
+    monkeypatch.setattr(thunderpatch, "patched", breaking)
+    assert main(["report", f"{models}:halves"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(
+        "thunderpatch: error: patched, the model raises TypeError, though unpatched it runs"
+    )
+
+
+def test_backward_without_a_gradient_to_take_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "torch.nn:Identity", "--input", "2x3", "--backward"]) == 2
+    assert "no output of the model requires a gradient" in capsys.readouterr().err
+
+
 # Completion
 
 
@@ -404,3 +464,12 @@ def test_ctrl_c_ends_a_long_run_clean(models: str) -> None:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "thunderpatch: interrupted\n")
+
+
+def test_the_demo_shows_that_all_is_well() -> None:
+    done = shell("demo", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "12 of 12 modules compiled" in lines and lines[-1] == "all is well"
+    assert any(line.startswith("Restored: the attributes of every module") for line in lines)
+    assert done.stderr == ""

@@ -53,7 +53,6 @@ class Comparison:
     def ok(self) -> bool:
         """Whether losses agree, nothing is left, and every call of every block ran compiled."""
         compiled = all(row.calls == row.compiled_calls > 0 for row in self.report)
-        # Written so that a NaN is a difference.
         return self.difference <= self.allowed and compiled and not self.left
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,11 +141,15 @@ def compare(
 
 
 def _largest(one: Training, other: Training) -> float:
-    return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+    # torch's maximum, unlike Python's, is NaN where one of the values is.
+    losses = torch.tensor([one.losses, other.losses], dtype=torch.float64)
+    return (losses[0] - losses[1]).abs().max().item()
 
 
 def _traces(model: nn.Module) -> dict[str, Any]:
-    traces: dict[str, Any] = {f"attributes of {fqn}": [*vars(m)] for fqn, m in model.named_modules()}
+    traces: dict[str, Any] = {
+        f"attributes of {fqn or '(model)'}": [*vars(module)] for fqn, module in model.named_modules()
+    }
     traces["keys of the state_dict"] = [*model.state_dict()]
     traces["identities of the parameters"] = [id(parameter) for parameter in model.parameters()]
     return traces
