@@ -16,6 +16,7 @@ from .errors import (
     ThunderPatchWarning,
     UnsupportedEnvironmentError,
 )
+from .observe import report
 from .patching import Patch, apply, disabled, is_patched, patched, restore, thunderfx
 from .selection import select
 
@@ -32,6 +33,7 @@ __all__ = [
     "disabled",
     "is_patched",
     "patched",
+    "report",
     "restore",
     "select",
     "thunderfx",

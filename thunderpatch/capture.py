@@ -16,6 +16,7 @@ import inspect
 import os
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -106,6 +107,9 @@ class Watch:
     def skipped(self, frame: Any, reason: str) -> None:
         """Take notice that Dynamo will run this frame uncompiled."""
 
+    def traced(self, frame: Any, seconds: float, misfit: str | None) -> None:
+        """Take notice of an attempt: how long it took, and why the latest version did not fit, if there was one."""
+
 
 class _Convert:
     """Stands between Dynamo's frame evaluation and its compiler."""
@@ -123,6 +127,8 @@ class _Convert:
     def __call__(self, frame: Any, cache_entry: Any, *args: Any, **kwargs: Any) -> Any:
         entry = None if self._hides_entries else cache_entry
         trail.compilations += 1
+        misfit = _why_unfit(cache_entry, frame, self._torchdynamo_orig_backend)
+        began = time.perf_counter()
         try:
             result = self._inner(frame, entry, *args, **kwargs)
         except Exception as error:
@@ -130,9 +136,31 @@ class _Convert:
             if answer is None:
                 raise
             return answer
+        finally:
+            self._watch.traced(frame, time.perf_counter() - began, misfit)
         if result.guarded_code is None:
             self._watch.skipped(frame, getattr(result, "skip_reason", None) or "it has no tensor operations")
         return result
+
+
+def _why_unfit(entry: Any, frame: Any, backend: Any) -> str | None:
+    """Return the guard of Dynamo's latest version that fails for `frame`, in Dynamo's words; for reports only."""
+    if entry is None:
+        return None
+    known = {
+        "guard_manager": getattr(entry, "guard_manager", None),
+        "code": getattr(entry, "code", None),
+        "f_locals": frame.f_locals,
+        "compile_id": getattr(entry, "compile_id", None),
+        "backend": backend,
+        "skip_logging": True,
+    }
+    try:
+        explain = torch._dynamo.guards.get_guard_fail_reason
+        reason = explain(**{name: known[name] for name in inspect.signature(explain).parameters})
+    except Exception:  # an explanation that cannot be had is no reason to fail
+        return "(a guard failed)"
+    return str(reason).strip() or "(a guard failed)"
 
 
 def run_this_frame_uncompiled() -> Any:

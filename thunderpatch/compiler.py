@@ -41,7 +41,8 @@ class Graph:
         self.info: Any = None  # thunder's SubgraphInfo
         self.partitions: list[Partition] = []
         self.error: Exception | None = None  # why the graph runs as captured
-        self.seconds = {"thunder": 0.0, "inductor": 0.0}
+        self.seconds = 0.0  # of the splitter, which compiles inductor's parts
+        self.breaks: dict[tuple[str, str], None] = {}  # (source line, reason) of graph breaks that end the graph
         self.call: Callable[..., Any] = self._first_call
         self.settings = _settings()
 
@@ -88,7 +89,7 @@ class Graph:
             self._fail(error)
             return self.gm.forward
         finally:
-            self.seconds["inductor"] += time.perf_counter() - began
+            self.seconds += time.perf_counter() - began
         return call
 
     def _split(self) -> Callable[..., Any]:
@@ -177,14 +178,15 @@ class Compiler:
 
     def backend(self, gm: fx.GraphModule) -> Callable[..., Any]:
         """Return the function that runs `gm`; Dynamo's guards hold whenever it is called."""
+        ended_by = _graph_break(gm)
         # A copy holds the nodes alone, not what Dynamo hangs on the graph and the inputs of this call.
         gm = graphs.copied(gm)
         symbols = graphs.symbolic_inputs(gm)
         if symbols:
-            return SymbolicGraph(gm, symbols, self.find).runner()
-        return self.find(gm).runner()
+            return SymbolicGraph(gm, symbols, functools.partial(self.find, ended_by=ended_by)).runner()
+        return self.find(gm, ended_by).runner()
 
-    def find(self, gm: fx.GraphModule) -> Graph:
+    def find(self, gm: fx.GraphModule, ended_by: tuple[str, str] | None = None) -> Graph:
         """Return the graph that does what `gm` does, a new one only if there is none yet."""
         structure = graphs.structure(gm)
         key = None if structure is None else (structure, _settings())
@@ -197,10 +199,22 @@ class Compiler:
                 self._graphs[key] = found
         else:
             log.debug("%s: reuses a graph of %s", self._owner(), found.owner)
+        if ended_by is not None:
+            found.breaks[ended_by] = None
         return found
 
     def __iter__(self) -> Iterable[Graph]:
         return iter(list(self._graphs.values()))
+
+
+def _graph_break(gm: fx.GraphModule) -> tuple[str, str] | None:
+    """Return the source line and the reason of the graph break at which Dynamo ended `gm`; None at a return."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return None
+    stack = getattr(reason, "user_stack", None)
+    where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "(unknown)"
+    return where, next((line for line in str(reason.reason).splitlines() if line.strip()), "(no reason given)")
 
 
 def _straight(split: fx.GraphModule, parts: dict[str, Any]) -> Callable[..., Any]:

@@ -49,9 +49,13 @@ class Record:
         self.other_calls = 0
         self.other_compiled = 0
         self.bypassed: dict[str, int] = {}
+        self.inlined = 0  # times that an outer torch.compile traced the original
         self.graphs: dict[Graph, None] = {}
         self.reasons: list[str] = []  # why calls ran eager, in words
         self.error: BaseException | None = None  # of the attempt that goes on now
+        self.compilations = 0  # frames that Dynamo traced in this module's calls
+        self.recompiled: list[str] = []  # why an earlier version did not fit, in Dynamo's words
+        self.dynamo_seconds = 0.0
 
     @property
     def name(self) -> str:
@@ -243,6 +247,15 @@ class Attribution(capture.Watch):
         record.reasons.append(reason)
         if record.lane.owns(frame.f_code):
             record.lane.skipped = reason
+
+    def traced(self, frame: Any, seconds: float, misfit: str | None) -> None:
+        record = self._record()
+        if record is None:
+            return
+        record.compilations += 1
+        record.dynamo_seconds += seconds
+        if misfit is not None:
+            record.recompiled.append(misfit)
 
     @staticmethod
     def _record() -> Record | None:

@@ -15,7 +15,7 @@ from .errors import AlreadyPatchedError, ArgumentError
 from .forward import Record, watch
 from .options import Options, read_options
 from .regions import compiler_for
-from .selection import select
+from .selection import Nested, select
 
 if TYPE_CHECKING:
     from .report import Report
@@ -63,7 +63,7 @@ class Patch:
 
     def report(self) -> Report:
         """Return what ran where so far, for the model that was patched."""
-        from .report import report
+        from .observe import report
 
         model = self._model()
         if model is None:
@@ -94,7 +94,7 @@ def apply(
     where: Callable[[nn.Module, str], bool] | None = None,
     exclude: Any = None,
     repeated: bool = False,
-    nested: str = "outermost",
+    nested: Nested = "outermost",
     on_error: str = "raise",
     check: bool = False,
     direct: bool = True,
@@ -161,7 +161,7 @@ def restore(
     where: Callable[[nn.Module, str], bool] | None = None,
     exclude: Any = None,
     repeated: bool = False,
-    nested: str = "all",
+    nested: Nested = "all",
 ) -> int:
     """Put the selected modules of `model` back exactly as they were; all of them when no selector is given.
 

@@ -1,0 +1,192 @@
+"""Every selected module compiles: no count, shape or class mix, no state and no graph break drops one to eager."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+import thunderpatch
+
+
+@pytest.fixture(autouse=True)
+def the_limit_is_an_error():
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+    assert torch._dynamo.config.recompile_limit == 8
+
+
+def every_call_compiled(model, calls=1):
+    rows = {row.fqn: row for row in thunderpatch.report(model).rows}
+    assert rows
+    for row in rows.values():
+        assert (row.calls, row.compiled_calls) == (calls, calls), row
+    return rows
+
+
+def compare(model, x, calls=1, **selectors):
+    expected = model(x)
+    with thunderpatch.patched(model, **selectors) as patch:
+        for _ in range(calls):
+            torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+        every_call_compiled(model, calls)
+        return len(patch)
+
+
+def test_64_linears_with_64_relus():
+    model = nn.Sequential(*itertools.chain(*((nn.Linear(8, 8), nn.ReLU()) for _ in range(64))))
+    assert compare(model, torch.randn(2, 8), types=[nn.Linear, nn.ReLU]) == 128
+
+
+def test_24_linears_of_24_shapes():
+    sizes = range(3, 28)
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
+    assert compare(model, torch.randn(2, 3), types=nn.Linear) == 24
+
+
+ACTIVATIONS = [
+    *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.ELU, nn.CELU, nn.SELU, nn.Tanh, nn.Sigmoid, nn.Mish, nn.Softplus),
+    *(nn.Softsign, nn.LeakyReLU, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Tanhshrink),
+    *(nn.Softshrink, nn.Hardshrink),
+]
+
+
+def test_20_activation_classes_three_times_each():
+    model = nn.Sequential(*(cls() for _ in range(3) for cls in ACTIVATIONS))
+    assert compare(model, torch.randn(2, 8), types=ACTIVATIONS) == 60
+
+
+class ListBlock(nn.Module):
+    """Reads a list of tensors at its own number, as KV caches are read."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.linear = number, nn.Linear(8, 8)
+
+    def forward(self, x, cache):
+        return self.linear(x) + cache[self.number]
+
+
+class ConstantBlock(ListBlock):
+    def forward(self, x, cache):
+        return self.linear(x) * (1 + self.number / 64)
+
+
+class BrokenListBlock(ListBlock):
+    def forward(self, x, cache):
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return x + cache[self.number]
+
+
+class BrokenConstantBlock(ListBlock):
+    def forward(self, x, cache):
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return x * (1 + self.number / 64)
+
+
+class ListChild(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x, cache):
+        x = x.tanh()
+        torch._dynamo.graph_break()
+        return x + cache[self.number]
+
+
+class ConstantChild(ListChild):
+    def forward(self, x, cache):
+        x = x.tanh()
+        torch._dynamo.graph_break()
+        return x * (1 + self.number / 64)
+
+
+class ParentBlock(ListBlock):
+    def __init__(self, number, child):
+        super().__init__(number)
+        self.child = child
+
+    def forward(self, x, cache):
+        return self.child(self.linear(x), cache) + 1
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.cache = [torch.full((8,), float(i)) for i in range(len(blocks))]
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, self.cache)
+        return x
+
+
+KINDS = {
+    "list": lambda i: ListBlock(i),
+    "constant": lambda i: ConstantBlock(i),
+    "list, graph break": lambda i: BrokenListBlock(i),
+    "constant, graph break": lambda i: BrokenConstantBlock(i),
+    "list, graph break in a child": lambda i: ParentBlock(i, ListChild(i)),
+    "constant, graph break in a child": lambda i: ParentBlock(i, ConstantChild(i)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_40_blocks_that_know_their_own_number(kind):
+    model = Stack([KINDS[kind](i) for i in range(40)])
+    assert compare(model, torch.randn(2, 8), calls=2, repeated=True) == 40
+
+
+def test_40_blocks_that_read_a_list_cost_one_thunder_compilation():
+    model = Stack([ListBlock(i) for i in range(40)])
+    thunderpatch.apply(model, repeated=True)
+    model(torch.randn(2, 8))
+    model(torch.randn(2, 8))
+    graphs = {id(graph) for block in model.blocks for graph in block.forward._self_record.graphs}
+    assert len(graphs) == 2  # the first block's input needs no gradient, the others' do
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(4, 4), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.drop(self.linear(x))
+
+
+def test_one_block_through_all_its_states():
+    model, threads = Block(), torch.get_num_threads()
+    thunderpatch.apply(model)
+    count = 0
+    try:
+        for train, grad, rg, n, batch in itertools.product(
+            (True, False), (True, False), (True, False), (1, 2), (1, 2, 3, 5, 8, 13)
+        ):
+            torch.set_num_threads(n)
+            model.train(train).requires_grad_(rg)
+            x = torch.randn(batch, 4)
+            with torch.set_grad_enabled(grad):
+                torch.manual_seed(0)
+                result = model(x)
+                torch.manual_seed(0)
+                torch.testing.assert_close(result, type(model).forward(model, x))
+                assert result.requires_grad == (grad and rg)
+            count += 1
+    finally:
+        torch.set_num_threads(threads)
+    every_call_compiled(model, count)
+
+
+def test_1000_equal_modules():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(1000)))
+    with torch.no_grad():
+        assert compare(model, torch.randn(2, 4), types=nn.Linear) == 1000

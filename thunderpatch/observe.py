@@ -1,0 +1,142 @@
+"""Gathers what the registry and the compiled graphs know into a report; changes and keeps nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from . import registry
+from .compiler import Graph
+from .errors import ArgumentError
+from .forward import Record
+from .fused import why_never_called
+from .report import Report, Row, Status
+
+
+def report(model: nn.Module) -> Report:
+    """Return what ran where so far: a row for each module of `model` that is or was patched.
+
+    The rows tell the status and its reason, calls and compiled calls, and for the code that the module runs the
+    graphs, their partitions, routes and graph breaks. Nothing is reset and nothing recompiles.
+    Raises `ArgumentError` when `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"report takes a torch.nn.Module, not {type(model).__name__}")
+    found = [(fqn, module, _latest(module)) for fqn, module in model.named_modules()]
+    present = {fqn: record for fqn, _, record in found if record is not None}
+    sharing: dict[int, int] = {}
+    for record in present.values():
+        sharing[id(record.group)] = sharing.get(id(record.group), 0) + 1
+    return Report(
+        [
+            _row(model, fqn, module, record, _compiled_above(fqn, present), sharing[id(record.group)])
+            for fqn, module, record in found
+            if record is not None
+        ]
+    )
+
+
+def _latest(module: nn.Module) -> Record | None:
+    records = registry.records_of(module)
+    return registry.active(module) or (max(records, key=lambda r: r.calls) if records else None)
+
+
+def _compiled_above(fqn: str, records: dict[str, Record]) -> str | None:
+    """Return the FQN of the nearest patched module above that has run compiled: it takes this one in."""
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        if fqn in records and records[fqn].compiled_calls and records[fqn].installed:
+            return fqn
+    return None
+
+
+def _row(model: nn.Module, fqn: str, module: nn.Module, record: Record, above: str | None, sharing: int) -> Row:
+    status, reason = _status(model, fqn, module, record, above)
+    graphs = list(record.graphs)
+    parts = [part for graph in graphs for part in _parts(graph)]
+    thunder = [ops for kind, ops in parts if kind == "thunder"]
+    inductor = [ops for kind, ops in parts if kind == "inductor"]
+    return Row(
+        fqn=fqn,
+        cls=type(module).__name__,
+        status=status,
+        reason=reason,
+        calls=record.calls,
+        compiled_calls=record.compiled_calls,
+        graphs=len(graphs),
+        graph_breaks=[place for graph in graphs for place in graph.breaks],
+        thunder_partitions=len(thunder),
+        inductor_partitions=len(inductor),
+        ops_thunder=sum(thunder),
+        ops_inductor=sum(inductor),
+        split_reasons=_unique(text for graph in graphs for text in _splits(graph)),
+        routes=_unique(f"{route.node or 'the graph'} to {route.target}: {route.reason}" for g in graphs for route in g.routes),
+        recompiles=len(record.recompiled),
+        recompile_reasons=_unique(record.recompiled),
+        seconds={
+            "dynamo": record.dynamo_seconds,
+            "thunder": sum(part.seconds for graph in graphs for part in graph.partitions),
+            "inductor": sum(graph.seconds for graph in graphs),
+        },
+        shared_with=sharing - 1 if record.group is not None else 0,
+        group=f"{record.cls.__name__}-{id(record.group):x}" if record.group is not None else "",
+    )
+
+
+def _status(
+    model: nn.Module, fqn: str, module: nn.Module, record: Record, above: str | None
+) -> tuple[Status, str]:
+    if not record.installed:
+        return Status.RESTORED, ""
+    if registry.displaced(module) and not record.calls:
+        return Status.DISPLACED, f"{type(vars(module).get('forward')).__name__} stands on top and has not called it"
+    if record.latched is not None:
+        return Status.LATCHED, f"{type(record.latched).__name__}: {record.latched}"
+    if record.disabled:
+        return Status.DISABLED, "inside `with disabled(...)`"
+    if record.calls > 0 and record.compiled_calls < record.calls and not _routed_eager(record):
+        return Status.EAGER, "; ".join(_unique(record.reasons)) or "Dynamo captured no graph of it"
+    if record.calls == 0:
+        return _uncalled(model, fqn, record, above)
+    routes = [route for graph in record.graphs for route in graph.routes]
+    if routes:
+        return Status.ROUTED, "; ".join(_unique(route.reason for route in routes))
+    if any(kind == "inductor" for graph in record.graphs for kind, _ in _parts(graph)):
+        return Status.PARTLY, "thunder leaves some operations to inductor"
+    return Status.COMPILED, ""
+
+
+def _routed_eager(record: Record) -> bool:
+    return any(route.target == "eager" for graph in record.graphs for route in graph.routes)
+
+
+def _uncalled(model: nn.Module, fqn: str, record: Record, above: str | None) -> tuple[Status, str]:
+    if record.inlined:
+        return Status.INLINED, "an outer torch.compile takes the original in"
+    if above is not None:
+        return Status.INLINED, f"{above or 'the model'} is patched and compiles it as a part of itself"
+    if record.bypassed:
+        return Status.BYPASSED, "; ".join(f"{why} ({count} calls)" for why, count in record.bypassed.items())
+    fused = why_never_called(model, fqn)
+    if fused:
+        return Status.BYPASSED, fused
+    return Status.NEVER_CALLED, ""
+
+
+def _parts(graph: Graph) -> Iterator[tuple[str, int]]:
+    """Yield (compiler, number of operations) for each partition of a graph."""
+    if graph.info is None:
+        return
+    for captured, compiled in graph.info.submodule_to_compiled_functions.items():
+        ops = sum(node.op.startswith("call_") for node in captured.graph.nodes)
+        yield ("thunder" if compiled.compiler.name == "THUNDER" else "inductor"), ops
+
+
+def _splits(graph: Graph) -> Iterator[str]:
+    for reason in graph.info.split_reasons if graph.info is not None else ():
+        yield f"{reason.info}{f' ({reason.exception})' if reason.exception else ''}"
+
+
+def _unique(texts: Iterator[str] | list[str]) -> list[str]:
+    return list(dict.fromkeys(texts))
