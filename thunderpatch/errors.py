@@ -23,6 +23,10 @@ class CompileError(ThunderPatchError, RuntimeError):
     """A region could not be compiled, or a compiled region cannot do what is asked of it."""
 
 
+class DifferenceError(ThunderPatchError, ArithmeticError):
+    """A patched module computes something else than its original."""
+
+
 class UnsupportedEnvironmentError(ThunderPatchError, ImportError):
     """The installed torch and lightning-thunder cannot work together."""
 
