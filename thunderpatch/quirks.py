@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
-from .quirks_mutation import mutations
-from .quirks_nodes import inputs, is_call, keep_from_thunder, needs_grad, nested, outputs, spelled
+from .quirks_mutation import mutated, mutations
+from .quirks_nodes import (
+    argument,
+    inputs,
+    is_call,
+    keep_from_thunder,
+    needs_grad,
+    nested,
+    op_name,
+    outputs,
+    spelled,
+    tensors,
+    value,
+)
 
-INDUCTOR, EAGER = "inductor", "eager"
+INDUCTOR, EAGER, THUNDER = "inductor", "eager", "thunder"
 
 
 @dataclass(frozen=True)
@@ -25,28 +40,113 @@ class Route:
 
 @dataclass(frozen=True)
 class Quirk:
-    """One fault of thunder: ``matches`` recognises the nodes, ``evidence`` shows the fault in a line of code."""
+    """One fault of thunder: ``matches`` recognises the nodes that show it, ``reason`` says what is wrong.
+
+    ``target`` is where such a node goes: to inductor, or to thunder in other words that it gets right.
+    """
 
     name: str
-    evidence: str
     matches: Callable[[fx.Node], bool]
     reason: str
     target: str = INDUCTOR
 
 
-def _complex_with_grad(node: fx.Node) -> bool:
+def _complex(node: fx.Node) -> bool:
     return needs_grad(node) and any(t.is_complex() for t in [*inputs(node), *outputs(node)])
 
 
+def _empty(node: fx.Node) -> bool:
+    return any(t.numel() == 0 for t in [*inputs(node), *outputs(node)])
+
+
+def _unknown(node: fx.Node) -> bool:
+    """Whether this is a factory that thunder lacks and its splitter takes for known, having no tensor to try it on."""
+    target: Any = node.target
+    if (
+        not inspect.isbuiltin(target)
+        or target.__module__ in ("_operator", "builtins", "math")
+        or inputs(node)
+    ):
+        return False
+    from thunder.torch import _torch_to_thunder_function_map
+
+    return isinstance(value(node), torch.Tensor) and target not in _torch_to_thunder_function_map
+
+
+def _loss_over_classes(node: fx.Node) -> bool:
+    if op_name(node) not in ("cross_entropy", "nll_loss", "nll_loss_nd"):
+        return False
+    scores, target = (tensors([argument(node, 0, "input")]), tensors([argument(node, 1, "target")]))
+    if not scores or not target or target[0].is_floating_point():
+        return False
+    return scores[0].dim() not in (2, 4) or bool(argument(node, 7, "label_smoothing", 0.0))
+
+
+def _norm_with_statistics(node: fx.Node) -> bool:
+    return op_name(node) == "instance_norm" and argument(node, 1, "running_mean") is not None
+
+
+def _nearest(node: fx.Node) -> bool:
+    return op_name(node) == "interpolate" and str(argument(node, 3, "mode", "nearest")).startswith("nearest")
+
+
+def _rounded_division(node: fx.Node) -> bool:
+    return (
+        op_name(node) in ("div", "divide")
+        and node.kwargs.get("rounding_mode") is not None
+        and needs_grad(node)
+    )
+
+
+def _relu(node: fx.Node) -> bool:
+    return op_name(node) == "relu" and needs_grad(node)
+
+
+def _graded(*names: str) -> Callable[[fx.Node], bool]:
+    return lambda node: op_name(node) in names and needs_grad(node)
+
+
 QUIRKS: tuple[Quirk, ...] = (
+    Quirk("complex gradient", _complex, "thunder's gradients of complex numbers lack conjugation"),
+    Quirk("empty tensor", _empty, "thunder loses the gradient of an empty tensor, or fails on it"),
     Quirk(
-        "complex gradient",
-        "x = torch.randn(3, dtype=torch.complex64, requires_grad=True); (x * x).abs().sum().backward()",
-        _complex_with_grad,
-        "thunder's gradients of complex numbers lack conjugation",
+        "unknown factory",
+        _unknown,
+        "thunder does not know the function, which its splitter finds out too late",
     ),
+    Quirk(
+        "loss over classes",
+        _loss_over_classes,
+        "thunder's loss fails in 3 or more than 4 dimensions, and counts ignored targets when it smooths labels",
+    ),
+    Quirk("instance_norm statistics", _norm_with_statistics, "thunder computes running statistics wrongly"),
+    Quirk("interpolate nearest", _nearest, "thunder rounds the positions of neighbours differently"),
+    Quirk("rounded division", _rounded_division, "thunder's gradient of a rounded division is not zero"),
+    Quirk("prod", _graded("prod"), "thunder's gradient of a product is NaN where an input is zero"),
+    Quirk(
+        "clamp",
+        _graded("clamp", "clip"),
+        "thunder's gradient of clamp is 0 at its bounds, where eager's is 1",
+    ),
+    Quirk(
+        "copysign",
+        _graded("copysign"),
+        "thunder's gradient of copysign lacks the sign's and is wrong at zero and NaN",
+    ),
+    Quirk("atan2", _graded("atan2", "arctan2"), "thunder's gradient of atan2 is NaN at the origin"),
+    Quirk("max", _graded("max"), "thunder's gradient of max is NaN everywhere when one input is"),
+    Quirk("index_put", _graded("index_put"), "thunder loses gradients of index_put"),
+    Quirk(
+        "piecewise constant",
+        _graded("ceil", "floor", "zero"),
+        "thunder's result does not require grad, where eager's does",
+    ),
+    Quirk("diagonal", lambda node: op_name(node) == "diagonal", "thunder returns a copy, not a view"),
+    Quirk("relu of NaN", _relu, "thunder turns NaN into 0 when a gradient is needed", THUNDER),
 )
 IN_PLACE = "in-place"
+# What holds of a node that no quirk matches.
+IN_THUNDER = Route("", "", THUNDER, "")
 
 
 def reroute(gm: fx.GraphModule) -> list[Route]:
@@ -61,10 +161,12 @@ def reroute(gm: fx.GraphModule) -> list[Route]:
     if eager:
         return eager[:1]
     for pairs in routes.values():
-        for _, node in pairs:
-            if node is not None:
+        for route, node in pairs:
+            if node is not None and route.target == INDUCTOR:
                 keep_from_thunder(node)
-    return decided
+            elif node is not None:
+                _spell_out_relu(node)
+    return [route for route in decided if route.target == INDUCTOR]
 
 
 def _decide(gm: fx.GraphModule) -> list[tuple[Route, fx.Node | None]]:
@@ -74,13 +176,16 @@ def _decide(gm: fx.GraphModule) -> list[tuple[Route, fx.Node | None]]:
             if quirk.matches(node):
                 routes[node] = Route(quirk.name, node.name, quirk.target, quirk.reason)
                 break
-    found = mutations(gm, lambda node: node not in routes and _thunder_takes(node))
+    found = mutations(
+        gm, lambda node: routes.get(node, IN_THUNDER).target == THUNDER and _thunder_takes(node)
+    )
     if found.eager:
         reason = f"{found.eager} ({found.node}), and thunder gets its gradient wrong"
         return [(Route(IN_PLACE, "", EAGER, reason), None)]
     for node in found.outside:
         reason = f"{spelled(node)} works on a value that is changed in place across a seam"
-        routes.setdefault(node, Route(IN_PLACE, node.name, INDUCTOR, reason))
+        if routes.get(node, IN_THUNDER).target == THUNDER:
+            routes[node] = Route(IN_PLACE, node.name, INDUCTOR, reason)
     return [(route, node) for node, route in routes.items()]
 
 
@@ -89,3 +194,15 @@ def _thunder_takes(node: fx.Node) -> bool:
     from thunder.dynamo.utils import is_node_supported_by_thunder
 
     return not is_call(node) or bool(is_node_supported_by_thunder(node, {})[0])
+
+
+def _spell_out_relu(node: fx.Node) -> None:
+    """Turn ``relu(x)`` into ``where(x <= 0, 0, x)``, which is what thunder makes of it but for NaN."""
+    given = argument(node, 0, "input")
+    if mutated(node):
+        # Nothing else knows the value, or the node would not stay in thunder: what was changed is the result.
+        given.replace_all_uses_with(node, delete_user_cb=lambda user: user > node)
+    with node.graph.inserting_before(node):
+        negative = node.graph.call_function(torch.le, (given, 0))
+    negative.meta["example_value"] = torch.le(value(given), 0)
+    node.op, node.target, node.args, node.kwargs = "call_function", torch.where, (negative, 0.0, given), {}

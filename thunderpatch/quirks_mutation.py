@@ -43,7 +43,12 @@ def mutated(node: fx.Node) -> list[Any]:
     elif getattr(node.target, "__module__", "") == "_operator":
         if f"__{name.strip('_')}__" in AUGMENTED_NAMES or name == "setitem":
             targets.append(first)
-    elif name.endswith("_") and not name.endswith("__") or name == "__setitem__" or bound(node, "inplace") is True:
+    elif (
+        name.endswith("_")
+        and not name.endswith("__")
+        or name == "__setitem__"
+        or bound(node, "inplace") is True
+    ):
         targets.append(first)
     return targets
 
@@ -68,11 +73,16 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
         return Mutations()
     given = _storages([node for node in nodes if not is_call(node) and node.op != "output"])
     outside: set[fx.Node] = set()
+    graded_nodes = _in_grad_mode(nodes)
     for node, storage in changes:
         names = [other for other in nodes if other.op != "output" and storage in _storages(other)]
         graded = any(t.requires_grad for t in [*inputs(node), *tensors(names)])
         if storage in given and graded:
             return Mutations(f"{spelled(node)} changes an input of the graph in place", node.name)
+        if graded and node not in graded_nodes:
+            return Mutations(
+                f"{spelled(node)} changes what has a gradient, in place and under no_grad", node.name
+            )
         if graded:
             outside.update(_region(node, names, nodes, stays))
         elif _seam(nodes, stays):
@@ -81,8 +91,18 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
 
 
 def _grad_at_stake(nodes: list[fx.Node]) -> bool:
-    switched = any(spelled(node) in ("_set_grad_enabled", "set_grad_enabled") for node in nodes if is_call(node))
-    return (torch.is_grad_enabled() or switched) and any(t.requires_grad for n in nodes for t in tensors(n))
+    return bool(_in_grad_mode(nodes)) and any(t.requires_grad for n in nodes for t in tensors(n))
+
+
+def _in_grad_mode(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that run while gradients are recorded."""
+    enabled, found = torch.is_grad_enabled(), set()
+    for node in nodes:
+        if is_call(node) and spelled(node) == "_set_grad_enabled":
+            enabled = bool(node.args[0])
+        elif enabled and is_call(node):
+            found.add(node)
+    return found
 
 
 def _region(

@@ -21,7 +21,9 @@ def _numbers(tensor: Tensor) -> Tensor:
         tensor = tensor.to_dense()
     if tensor.is_quantized:
         tensor = tensor.dequantize()
-    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
+    return (
+        torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
+    )
 
 
 def _error(a: Tensor, b: Tensor) -> float:
@@ -33,8 +35,9 @@ def _error(a: Tensor, b: Tensor) -> float:
 def close(expected: Tensor, got: Tensor, exact: Callable[[], Tensor | None]) -> bool:
     """Whether ``got`` is as right as ``expected``; ``exact`` gives the float64 value when it is needed."""
     try:
-        torch.testing.assert_close(_numbers(got).to(torch.float64), _numbers(expected), equal_nan=True,
-                                   **_tolerance(expected.dtype))
+        torch.testing.assert_close(
+            _numbers(got).to(torch.float64), _numbers(expected), equal_nan=True, **_tolerance(expected.dtype)
+        )
         return True
     except AssertionError:
         pass
@@ -51,8 +54,12 @@ def close(expected: Tensor, got: Tensor, exact: Callable[[], Tensor | None]) -> 
 def _tolerance(dtype: torch.dtype) -> dict[str, float]:
     if not (dtype.is_floating_point or dtype.is_complex):
         return {"rtol": 0.0, "atol": 0.0}
-    rtol, atol = {torch.float64: (1e-7, 1e-7), torch.complex128: (1e-7, 1e-7), torch.bfloat16: (1.6e-2, 1e-5),
-                  torch.float16: (1e-3, 1e-5)}.get(dtype, (1.3e-6, 1e-5))
+    rtol, atol = {
+        torch.float64: (1e-7, 1e-7),
+        torch.complex128: (1e-7, 1e-7),
+        torch.bfloat16: (1.6e-2, 1e-5),
+        torch.float16: (1e-3, 1e-5),
+    }.get(dtype, (1.3e-6, 1e-5))
     return {"rtol": rtol, "atol": atol}
 
 
@@ -76,7 +83,9 @@ def differences(expected: Result, got: Result, exact: Callable[[], Result | None
     return found
 
 
-def _differing(part: str, expected: list[Any], got: list[Any], exact: Callable[[], Result | None]) -> list[str]:
+def _differing(
+    part: str, expected: list[Any], got: list[Any], exact: Callable[[], Result | None]
+) -> list[str]:
     found = []
     for index, (want, have) in enumerate(zip(expected, got, strict=True)):
         where = f"{part}[{index}]"

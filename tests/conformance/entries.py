@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,15 +22,27 @@ UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty
 
 
 @dataclass
+class Call:
+    """The arguments of one call, and what they are called in a finding."""
+
+    label: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass
 class Case:
-    """One call: a module, its arguments, and whether the input is handed over as a non-leaf."""
+    """A module and the calls that one run of it makes; ``non_leaf`` hands over first arguments with a history."""
 
     label: str
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    calls: list[Call]
     non_leaf: bool = False
     grad: bool = True
+
+    def only(self, *calls: Call) -> Case:
+        """The same case with some of its calls."""
+        return replace(self, calls=list(calls))
 
 
 @dataclass(frozen=True)
@@ -48,32 +60,44 @@ class Entry:
 
 
 class OpModule(nn.Module):
-    """An op as a module of its own."""
+    """An op as a module of its own, which calls it once for each of a list of arguments.
+
+    Compiling is what costs: a graph with all samples of an op takes hardly longer than one with a single sample.
+    """
 
     def __init__(self, op: Callable[..., Any]) -> None:
         super().__init__()
         self.op = op
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.op(*args, **kwargs)
+    def forward(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+        return [self.op(*args, **kwargs) for args, kwargs in calls]
 
 
 class MethodModule(nn.Module):
     """A tensor method as a module of its own; Dynamo does not capture method descriptors that are held."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, op: Callable[..., Any]) -> None:
         super().__init__()
-        self.method = method
+        self.method = op.__name__
 
-    def forward(self, first: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return getattr(first, self.method)(*args, **kwargs)
+    def forward(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+        return [getattr(args[0], self.method)(*args[1:], **kwargs) for args, kwargs in calls]
 
 
-def fresh_module(op: Callable[..., Any]) -> nn.Module:
-    name = getattr(op, "__name__", "")
-    base, held = (MethodModule, name) if getattr(Tensor, name, None) is op else (OpModule, op)
+class InnerModule(MethodModule):
+    """A tensor method in place on a value that the module has made itself."""
+
+    def forward(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+        return [getattr(args[0] * 1, self.method)(*args[1:], **kwargs) for args, kwargs in calls]
+
+
+def is_method(op: Callable[..., Any]) -> bool:
+    return getattr(Tensor, getattr(op, "__name__", ""), None) is op
+
+
+def fresh_module(op: Callable[..., Any], base: type[nn.Module] = OpModule) -> nn.Module:
     # A class of its own for each case, so that no case finds another's compiled code.
-    return type(base.__name__, (base,), {})(held)
+    return type(base.__name__, (base,), {})(op)
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -133,18 +157,25 @@ def _op_samples(op: Any, dtype: torch.dtype, wanted: int) -> Iterator[tuple[str,
 
 
 def op_cases(op: Any, dtype: torch.dtype, count: int) -> Iterator[Case]:
-    for label, first, args, kwargs in _op_samples(op, dtype, count):
-        yield Case(label, fresh_module(op.op), (first, *args), dict(kwargs))
-        if label == "sample 0" and op.method_variant is not None and isinstance(first, Tensor):
-            yield Case("method", fresh_module(op.method_variant), (first, *args), dict(kwargs))
+    calls = [
+        Call(label, (first, *args), dict(kwargs))
+        for label, first, args, kwargs in _op_samples(op, dtype, count)
+    ]
+    yield Case("function", fresh_module(op.op), calls)
+    if op.method_variant is not None and is_method(op.method_variant):
+        own = [call for call in calls if isinstance(call.args[0], Tensor)]
+        yield Case("method", fresh_module(op.method_variant, MethodModule), own[:1])
 
 
 def inplace_cases(op: Any, dtype: torch.dtype, count: int) -> Iterator[Case]:
-    for label, first, args, kwargs in _op_samples(op, dtype, count):
-        if isinstance(first, Tensor):
-            module = fresh_module(op.inplace_variant)
-            yield Case(label, module, (first, *args), dict(kwargs), non_leaf=True)
-            yield Case(label + " no grad", module, (first, *args), dict(kwargs), non_leaf=True, grad=False)
+    samples = [s for s in _op_samples(op, dtype, count) if isinstance(s[1], Tensor)]
+    calls = [Call(label, (first, *args), dict(kwargs)) for label, first, args, kwargs in samples]
+    method = is_method(op.inplace_variant)
+    module = fresh_module(op.inplace_variant, MethodModule if method else OpModule)
+    yield Case("in place", module, calls, non_leaf=True)
+    yield Case("in place, no grad", module, calls, non_leaf=True, grad=False)
+    if method:
+        yield Case("in place inside", fresh_module(op.inplace_variant, InnerModule), calls)
 
 
 def module_cases(info: Any, dtype: torch.dtype, count: int) -> Iterator[Case]:
@@ -153,19 +184,18 @@ def module_cases(info: Any, dtype: torch.dtype, count: int) -> Iterator[Case]:
         inputs = info.module_inputs_func(
             info, device="cpu", dtype=dtype, requires_grad=True, training=training
         )
-        for index, given in enumerate(spread(list(inputs), count)):
-            made = given.constructor_input
+        for index, given in enumerate(spread([i for i in inputs if i.forward_input is not None], count)):
+            made, forward = given.constructor_input, given.forward_input
             torch.manual_seed(1)
             module = info.module_cls(*made.args, **made.kwargs).to(dtype).train(training)
-            forward = given.forward_input
-            if forward is None:
-                continue
-            label = f"{'train' if training else 'eval'} {index}"
-            yield Case(label, module, tuple(forward.args), dict(forward.kwargs))
+            call = Call(str(index), tuple(forward.args), dict(forward.kwargs))
+            label = "train" if training else "eval"
+            yield Case(label, module, [call])
+            yield Case(label + ", no grad", module, [call], grad=False)
             if getattr(module, "inplace", None) is False:
                 inplace = info.module_cls(*made.args, **made.kwargs).to(dtype).train(training)
                 inplace.inplace = True
-                yield Case(label + " inplace", inplace, tuple(forward.args), dict(forward.kwargs), True)
+                yield Case(label + ", in place", inplace, [call], non_leaf=True)
 
 
 def _entry(kind: str, source: Any, name: str, dtype: torch.dtype, make: Any) -> Entry:

@@ -47,15 +47,17 @@ def run(case: Case, call: Any, module: nn.Module, cast: torch.dtype | None = Non
             copied = base.copy_(copied)
         return copied.requires_grad_(tensor.requires_grad and case.grad)
 
-    leaves_args, leaves_kwargs = pytree.tree_map_only(Tensor, fresh, (case.args, case.kwargs))
-    leaves = [t for t in tensors((leaves_args, leaves_kwargs)) if t.requires_grad]
+    calls = pytree.tree_map_only(Tensor, fresh, [(c.args, c.kwargs) for c in case.calls])
+    leaves = [t for t in tensors(calls) if t.requires_grad]
     parameters = [p for p in module.parameters() if p.requires_grad] if case.grad else []
-    args, kwargs = leaves_args, leaves_kwargs
     if case.non_leaf:
-        args = (pytree.tree_map_only(Tensor, torch.clone, args[0]), *args[1:])
-    given = tensors((args, kwargs))
+        calls = [((pytree.tree_map_only(Tensor, torch.clone, a[0]), *a[1:]), k) for a, k in calls]
+    given = tensors(calls)
     with torch.set_grad_enabled(case.grad):
-        outputs = pytree.tree_leaves(call(*args, **kwargs))
+        if hasattr(module, "op") or hasattr(module, "method"):
+            outputs = pytree.tree_leaves(call(calls))
+        else:
+            outputs = pytree.tree_leaves(call(*calls[0][0], **calls[0][1]))
     returned = [o for o in outputs if isinstance(o, Tensor)]
     identities = [[o is g for g in given] for o in returned]
     identities += [[_same_storage(o, g) for g in given] for o in returned]
@@ -65,9 +67,20 @@ def run(case: Case, call: Any, module: nn.Module, cast: torch.dtype | None = Non
     if roots and (leaves or parameters):
         try:
             gradients = list(
-                torch.autograd.grad(roots, [*leaves, *parameters], [_cotangent(r) for r in roots], allow_unused=True)
+                torch.autograd.grad(
+                    roots, [*leaves, *parameters], [_cotangent(r) for r in roots], allow_unused=True
+                )
             )
-        except (RuntimeError, NotImplementedError, TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError) as error:
+        except (
+            RuntimeError,
+            NotImplementedError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            IndexError,
+            AssertionError,
+        ) as error:
             gradients = f"{type(error).__name__}: {str(error)[:300]}"
     buffers = [b.detach().clone() for b in module.buffers()]
     return Result(outputs, gradients, [g.detach() for g in given], buffers, identities)
