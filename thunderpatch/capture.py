@@ -38,6 +38,7 @@ class Lane:
         self._code = copy.__code__
         self.call: Callable[..., Any] = optimize(copy)
         self.first_calls_that_compiled = 0  # one for each module that could not use what was there
+        self.spoiled = False  # holds what Dynamo made of a call that raised
         self.skipped: str | None = None  # why Dynamo runs this code object without compiling from now on
 
     def owns(self, code: types.CodeType) -> bool:
@@ -50,7 +51,7 @@ class Lane:
 
     @property
     def full(self) -> bool:
-        return self.skipped is not None or self.first_calls_that_compiled >= LANE_SIZE
+        return self.spoiled or self.skipped is not None or self.first_calls_that_compiled >= LANE_SIZE
 
 
 def fresh(function: Callable[..., Any]) -> types.FunctionType:

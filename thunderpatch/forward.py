@@ -53,6 +53,8 @@ class Record:
         self.graphs: dict[Graph, None] = {}
         self.reasons: list[str] = []  # why calls ran eager, in words
         self.error: BaseException | None = None  # of the attempt that goes on now
+        self.raises: str | None = None  # Dynamo's word that the forward is about to raise, until that is seen
+        self.misled = False  # Dynamo said so, and it did not
         self.compilations = 0  # frames that Dynamo traced in this module's calls
         self.recompiled: list[str] = []  # why an earlier version did not fit, in Dynamo's words
         self.dynamo_seconds = 0.0
@@ -94,9 +96,22 @@ class Record:
         self.handles_seen = -1 if self.hooked else handles
         return lane
 
+    def leave(self, lane: Lane) -> None:
+        """Use another lane from now on, after a call that compiled something here and raised.
+
+        Dynamo keeps the part before the operation that raised, under guards so weak that calls with good
+        arguments would match it, and then runs the rest as Python does.
+        """
+        lane.spoiled = True
+        self.lanes = {hooked: other for hooked, other in self.lanes.items() if other is not lane}
+        self.handles_seen = -1
+
     def note(self, ran: list[Graph], lane: Lane, compilations: int) -> None:
         """Take account of a call that was not the usual one."""
         self.other_calls += 1
+        if self.raises is not None:
+            self.reasons.append(self.raises)
+            self.misled, self.raises = True, None
         if compilations and lane is not None and not self.hooked and self.usual is None and not self.graphs:
             lane.newcomer()
         for graph in ran:
@@ -120,6 +135,8 @@ class Record:
         warnings.warn(f"{self.name} {what}", ThunderPatchWarning, stacklevel=4)
 
     def _ran_eager(self, lane: Lane) -> None:
+        if lane.spoiled:
+            self.leave(lane)
         reason = self.reasons[-1] if self.reasons else lane.skipped or "Dynamo captured no graph of it"
         if reason not in self.reasons or not self.warned_eager:
             self.warned_eager = True
@@ -156,6 +173,10 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[misc]
             result = lane.call(self._self_module, *args, **kwargs)  # type: ignore[union-attr]
         except BaseException:
             del graphs[mark:]
+            expected = record.raises is not None or record.error is not None  # then no code was kept
+            record.error = record.raises = None
+            if trail.compilations != compilations and not expected:
+                record.leave(lane)  # type: ignore[arg-type]
             raise
         if len(graphs) == mark + 1 and graphs[mark] is record.usual:
             graphs.pop()
@@ -228,6 +249,10 @@ class Attribution(capture.Watch):
             return None
         options = record.compiler.options
         soft = isinstance(error, torch._dynamo.exc.Unsupported) and not options.fullgraph
+        if soft and not record.misled and str(error).startswith("Observed exception"):
+            # The forward raises: let it, as in eager, and do not give up on its other calls.
+            record.raises = "Dynamo expected it to raise"
+            return capture.run_this_frame_uncompiled()
         if soft:
             self.skipped(frame, f"Dynamo cannot trace it: {_first_line(error)}")
             return None

@@ -37,8 +37,8 @@ def why_unpatchable(module: nn.Module) -> str | None:
     """Return why `module` cannot be patched, as the rest of a sentence about it, or None where it can.
 
     What cannot be patched: TorchScript modules, what torch.fx, torch.export or torch.compile made,
-    `nn.DataParallel`, lazy modules before their first run, and a `forward` that is a generator, a coroutine
-    or a TorchScript function. Looks at the module alone, not at what is below it.
+    `nn.DataParallel`, lazy modules before their first run, and a `forward` that is a generator, a coroutine,
+    a property or a TorchScript function. Looks at the module alone, not at what is below it.
     """
     cls = type(module)
     for base in cls.__mro__:
@@ -47,7 +47,10 @@ def why_unpatchable(module: nn.Module) -> str | None:
             return reason
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         return "is lazy and has no parameters yet: run the model once first"
-    return _reason_of_forward(vars(module).get("forward") or _class_forward(cls))
+    own = _class_forward(cls)
+    if hasattr(type(own), "__set__") or hasattr(type(own), "__delete__"):
+        return "has a property as its forward, which hides what is set on the instance: make it a method"
+    return _reason_of_forward(vars(module).get("forward") or own)
 
 
 def _class_forward(cls: type) -> object:

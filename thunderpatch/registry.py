@@ -1,11 +1,12 @@
-"""Which modules are patched: records by module, weakly keyed, and what puts a proxy in place and takes it out.
+"""Which modules are patched: records by module, weakly keyed; putting a proxy in place and taking it out.
 
-Whether a patch is in force is asked of the module itself: its instance `forward` is looked at, by type and never by
-attribute, since a foreign wrapper that delegates attributes would answer for the proxy that it wraps.
+Whether a patch is in force is asked of the module itself: its instance `forward` is looked at, by type and
+never by attribute, since a foreign wrapper that delegates attributes would answer for the proxy that it wraps.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,9 +18,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .compiler import Compiler
 from .errors import ThunderPatchWarning
 from .forward import PatchedForward, Record
+from .tree import grow
 
-# module -> its records, one for each set of options that it was ever patched with. They stay when the patch is
-# taken off, and with them the compiled code.
+# module -> its records, one for each set of options that it was ever patched with. They stay when the patch
+# is taken off, and with them the compiled code.
 _records: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -58,8 +60,16 @@ def build(module: nn.Module, fqn: str, compiler: Compiler) -> PatchedForward:
     record = record_for(module, fqn, compiler)
     stale = proxy_of(module)  # an inert one that somebody has put back: never wrap it
     local = stale._self_local if stale is not None else vars(module).get("forward")
-    original = local if local is not None else type(module).forward.__get__(module)
-    return PatchedForward(original, module, record, local)
+    return PatchedForward(local if local is not None else class_forward(module), module, record, local)
+
+
+def class_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return what `module.forward` is when nothing is set on the instance."""
+    own = inspect.getattr_static(type(module), "forward")
+    # What is no descriptor (a callable object) is the same for class and instance.
+    bind = getattr(type(own), "__get__", None)
+    forward: Callable[..., Any] = own if bind is None else bind(own, module, type(module))
+    return forward
 
 
 def install(module: nn.Module, proxy: PatchedForward) -> None:
@@ -73,7 +83,7 @@ def install(module: nn.Module, proxy: PatchedForward) -> None:
 def uninstall(module: nn.Module) -> bool:
     """Put the module's own forward back; return whether there was anything of ours.
 
-    A wrapper that somebody has put on top stays. What it wraps becomes inert, which is the same to its caller.
+    A wrapper that somebody has put on top stays. What it wraps becomes inert: the same to its caller.
     """
     record, proxy = active(module), proxy_of(module)
     if record is not None:
@@ -87,14 +97,16 @@ def uninstall(module: nn.Module) -> bool:
     elif record is not None and "forward" in vars(module):
         warnings.warn(
             f"{record.name} is restored below another wrapper of its forward "
-            f"({type(vars(module)['forward']).__name__}), which stays in place; it calls the original from now on",
+            f"({type(vars(module)['forward']).__name__}), which stays in place and calls the original from now on",
             ThunderPatchWarning,
             stacklevel=4,
         )
     return record is not None or proxy is not None
 
 
-def adopt(module: nn.Module, original: Callable[..., Any], proxy: PatchedForward, local: Any) -> PatchedForward:
+def adopt(
+    module: nn.Module, original: Callable[..., Any], proxy: PatchedForward, local: Any
+) -> PatchedForward:
     """Return a proxy for a copy of a patched module: patched in its own right, on the same compiled code."""
     source: Record = proxy._self_record
     record = record_for(module, source.fqn, source.compiler)
@@ -109,6 +121,10 @@ def adopt(module: nn.Module, original: Callable[..., Any], proxy: PatchedForward
 
 def patched_below(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of `model` that carry anything of ours, by FQN."""
-    for fqn, module in model.named_modules():
+    seen: set[int] = set()  # by identity, since a class may define when its instances are equal
+    for fqn, module, _ in grow(model).places:
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
         if module in _records and (active(module) is not None or proxy_of(module) is not None):
             yield fqn, module
