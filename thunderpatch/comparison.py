@@ -15,8 +15,9 @@ from rich.text import Text
 from torch import nn
 
 from .demo import GPT, Training, train
+from .observe import report
 from .patching import patched
-from .report import Report, report
+from .report import Report
 from .tables import Column, plain, table
 
 # Eager and patched training each stray from the exact one by rounding, and the optimizer amplifies it. The

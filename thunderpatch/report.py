@@ -69,9 +69,10 @@ class Row:
 
     def notes(self) -> Iterator[tuple[str, str]]:
         """Yield (kind, text) of all that a table cell has no room for."""
-        if self.reason:
+        # What is routed, and where to, says more than the reason alone.
+        if self.reason and not (self.status is Status.ROUTED and self.routes):
             yield str(self.status), self.reason
-        yield from (("routed", route) for route in self.routes if route != self.reason)
+        yield from (("routed", route) for route in self.routes)
         yield from (("graph break", f"{where}: {why}") for where, why in self.graph_breaks)
         yield from (("split", reason) for reason in self.split_reasons)
         yield from (("recompiled", reason) for reason in self.recompile_reasons)
