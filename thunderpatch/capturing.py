@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .copying import Storages, rebuild
+from .copying import Storages, move, rebuild
 from .patching import disabled
 from .preserving import preserved
 
@@ -19,8 +19,8 @@ from .preserving import preserved
 class Inputs:
     """One set of arguments to call with.
 
-    `given` are the tensors as handed over, `leaves` the tensors at which their gradients arrive. A tensor that
-    requires no gradient is its own leaf.
+    `given` are the tensors as handed over, `leaves` the tensors at which their gradients arrive. A tensor
+    that requires no gradient is its own leaf.
     """
 
     args: tuple[Any, ...]
@@ -58,15 +58,18 @@ class Call:
         autocast = tuple((device, torch.get_autocast_dtype(device)) for device in on)
         return cls(copied, named, frozenset(inner), torch.is_grad_enabled(), autocast)
 
-    def fresh(self, cast: torch.dtype | None = None) -> Inputs:
+    def fresh(self, cast: torch.dtype | None = None, moved_by: float = 0.0) -> Inputs:
         """Return arguments to call with once, in floating point of dtype `cast` where that is given.
 
-        What was no leaf is none again, so that the module may write to it.
+        What was no leaf is none again, so that the module may write to it. `moved_by` is a relative size by
+        which each number is moved at random.
         """
         storages, given, leaves = Storages(cast), list[Tensor](), list[Tensor]()
 
         def make(tensor: Tensor) -> Tensor:
             copy = storages.clone(tensor)
+            if moved_by:
+                move(copy, moved_by)
             if id(tensor) in self.inner:
                 leaves.append(copy.clone().requires_grad_())
                 copy = handed_over(leaves[-1], copy)

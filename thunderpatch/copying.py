@@ -63,15 +63,15 @@ class Storages:
         flat = torch.empty(0, dtype=torch.uint8 if same else tensor.dtype, device=tensor.device)
         # A storage need not end where an element does.
         count = storage.nbytes() // flat.element_size()
-        flat.set_(storage, 0, (count,), (1,))  # type: ignore[call-overload]
+        flat.set_(storage, 0, (count,), (1,))
         return flat.to(torch.uint8 if same else dtype, copy=True)
 
 
 def rebuild(value: Any, tensor: Callable[[Tensor], Any]) -> Any:
     """Return `value` with `tensor(t)` for each tensor in it, one for all places where the same one stands.
 
-    Containers and objects of any class are made anew, down to their attributes. Modules, parameters and code are
-    shared, and what cannot be copied. `copy.deepcopy` would refuse tensors that have a history.
+    Containers and objects of any class are made anew, down to their attributes. Modules, parameters and code
+    are shared, and what cannot be copied. `copy.deepcopy` would refuse tensors that have a history.
     """
     kept: list[Any] = []
     places: dict[int, int] = {}
@@ -119,3 +119,10 @@ def tensors_in(value: Any) -> list[Tensor]:
 
     rebuild(value, note)
     return found
+
+
+def move(tensor: Tensor, by: float) -> None:
+    """Multiply each floating-point number of `tensor`, in place, with one drawn from 1 - by to 1 + by."""
+    if tensor.is_floating_point():
+        with torch.no_grad():
+            tensor.mul_(1 + by * (2 * torch.rand_like(tensor) - 1))
