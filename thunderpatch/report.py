@@ -83,7 +83,11 @@ def _partitions(count: int, ops: int) -> str:
 
 
 def _seconds(row: Row, stage: str) -> str:
-    return f"{row.seconds[stage]:.2f}" if stage in row.seconds else ""
+    return f"{row.seconds[stage]:.2f}" if row.seconds.get(stage) else ""
+
+
+def _total(row: Row) -> str:
+    return f"{sum(row.seconds.values()):.2f}" if any(row.seconds.values()) else ""
 
 
 COLUMNS: tuple[Column[Row], ...] = (
@@ -97,6 +101,7 @@ COLUMNS: tuple[Column[Row], ...] = (
         "inductor", lambda row: _partitions(row.inductor_partitions, row.ops_inductor), keep=5, number=True
     ),
     Column("shared with", lambda row: str(row.shared_with or ""), keep=6, number=True),
+    Column("first call s", _total, keep=5, number=True),
     Column("breaks", lambda row: str(len(row.graph_breaks) or ""), keep=7, number=True),
     Column("recompiles", lambda row: str(row.recompiles or ""), keep=8, number=True),
     Column("dynamo s", lambda row: _seconds(row, "dynamo"), keep=9, number=True),

@@ -79,7 +79,7 @@ def culprits(args: argparse.Namespace) -> bool:
     if not callable(judge):
         raise UsageError(f"--check {args.check} is no function that takes the model")
     search = _function("find_culprits")
-    found = search(target.model, lambda: judge(target.model), **_selectors(args), **dict(args.option))
+    found = search(target.model, lambda: judge(target.model), **_selectors(args), **_options(args))
     if args.json:
         print(json.dumps(found, indent=2))
     else:
@@ -102,10 +102,15 @@ def tune(args: argparse.Namespace) -> bool:
 
 def _measure(name: str, args: argparse.Namespace, **settings: Any) -> Any:
     target = _load(args, needs_inputs=True)
-    given = {**_selectors(args), **dict(args.option), **settings}
+    given = {**_selectors(args), **_options(args), **settings}
     if clash := given.keys() & target.kwargs.keys():
         raise UsageError(f"the keyword input {min(clash)!r} is also a setting of {name}; pass it by position")
     return _function(name)(target.model, *target.args, **given, **target.kwargs)
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """As one dict, apart from the model's own keywords."""
+    return {"thunderfx_options": dict(args.option)} if args.option else {}
 
 
 def _function(name: str) -> Callable[..., Any]:
