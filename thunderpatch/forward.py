@@ -96,6 +96,12 @@ class Record:
         self.handles_seen = -1 if self.hooked else handles
         return lane
 
+    def start_over(self) -> None:
+        """Forget the code of the former patch, whose forward was another one."""
+        self.group = self.lane = self.usual = self.latched = None
+        self.lanes, self.graphs, self.reasons = {}, {}, []
+        self.handles_seen = -1
+
     def leave(self, lane: Lane) -> None:
         """Use another lane from now on, after a call that compiled something here and raised.
 

@@ -1,4 +1,4 @@
-"""Groups: modules of one class, one forward, one set of options and one shape signature share compiled code."""
+"""Groups: modules of one class, forward, set of options and shape signature share compiled code."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 from .capture import Lane, Watch
 from .compiler import Compiler
 from .options import Options
+from .tree import grow
 
 _lock = threading.RLock()
 _compilers: weakref.WeakValueDictionary[Any, Compiler] = weakref.WeakValueDictionary()
@@ -26,6 +27,12 @@ class Group:
     def __init__(self, function: Callable[..., Any], compiler: Compiler) -> None:
         self.function, self.compiler = function, compiler
         self.lanes: list[Lane] = []
+
+    def runs(self, module: nn.Module, original: Callable[..., Any]) -> bool:
+        """Whether this is the code of `original`, which may have been replaced since the group was chosen."""
+        if is_method_of(module, original):
+            return self.function is getattr(original, "__func__", None)
+        return isinstance(self.function, _Foreign) and self.function.callable() is original
 
     def lane(self) -> Lane:
         """Return the lane for a module that comes to the group now."""
@@ -48,11 +55,10 @@ def compiler_for(options: Options, watch: Watch, owner: Callable[[], str]) -> Co
         return found
 
 
-def group_for(module: nn.Module, original: Callable[..., Any], compiler: Compiler, args: Any, kwargs: Any) -> Group:
+def group_for(module: nn.Module, original: Any, compiler: Compiler, args: Any, kwargs: Any) -> Group:
     """Return the group of a module that is called for the first time, with these arguments."""
-    if type(original) is not types.MethodType or original.__self__ is not module:
-        # Somebody's callable: it may know this one module only, so nobody else can run its code.
-        return Group(lambda module, /, *args, **kwargs: original(*args, **kwargs), compiler)
+    if not is_method_of(module, original):
+        return Group(_Foreign(original), compiler)
     function = original.__func__
     key = (type(module), function, signature(module, args, kwargs), compiler.options.key)
     with _lock:
@@ -62,12 +68,36 @@ def group_for(module: nn.Module, original: Callable[..., Any], compiler: Compile
         return found
 
 
+def is_method_of(module: nn.Module, original: Callable[..., Any]) -> bool:
+    """Whether other modules can run the code of `original`, with themselves in place of `module`."""
+    return type(original) is types.MethodType and original.__self__ is module
+
+
+class _Foreign:
+    """Somebody's callable as a function of the module, though it may know one module only.
+
+    It is held weakly: it may hold the module, which must not be kept alive by its own compiled code. The
+    module itself holds it, in its instance dict or as a part of its class.
+    """
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.callable: Callable[[], Any]
+        try:
+            self.callable = weakref.ref(original)
+        except TypeError:  # of a class without weak references
+            self.callable = lambda: original
+
+    def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return self.callable()(*args, **kwargs)
+
+
 def signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
     """Return the shapes by which modules of one class are told apart.
 
     Without them Dynamo would see one function with sizes that vary, and make symbols of them.
     """
-    own = tuple(tuple(p.shape) for p in module.parameters())
+    parts = [part for _, part, _ in grow(module).places]
+    own = tuple(tuple(p.shape) for part in parts for p in part._parameters.values() if p is not None)
     given = tuple(_shape(value) for value in (*args, *kwargs.values()))
     return own, given, tuple(kwargs)
 

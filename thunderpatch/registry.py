@@ -1,7 +1,7 @@
 """Which modules are patched: records by module, weakly keyed; putting a proxy in place and taking it out.
 
 Whether a patch is in force is asked of the module itself: its instance `forward` is looked at, by type and
-never by attribute, since a foreign wrapper that delegates attributes would answer for the proxy that it wraps.
+never by attribute, since a foreign wrapper that delegates attributes would answer for the proxy inside it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .compiler import Compiler
 from .errors import ThunderPatchWarning
 from .forward import PatchedForward, Record
+from .regions import is_method_of
 from .tree import grow
 
 # module -> its records, one for each set of options that it was ever patched with. They stay when the patch
@@ -76,6 +77,8 @@ def install(module: nn.Module, proxy: PatchedForward) -> None:
     """Put the proxy in place."""
     record: Record = proxy._self_record
     record.proxy = weakref.ref(proxy)
+    if record.group is not None and not record.group.runs(module, proxy.__wrapped__):
+        record.start_over()
     record.installed = True
     vars(module)["forward"] = proxy
 
@@ -97,7 +100,7 @@ def uninstall(module: nn.Module) -> bool:
     elif record is not None and "forward" in vars(module):
         warnings.warn(
             f"{record.name} is restored below another wrapper of its forward "
-            f"({type(vars(module)['forward']).__name__}), which stays in place and calls the original from now on",
+            f"({type(vars(module)['forward']).__name__}), which stays and calls the original from now on",
             ThunderPatchWarning,
             stacklevel=4,
         )
@@ -110,10 +113,11 @@ def adopt(
     """Return a proxy for a copy of a patched module: patched in its own right, on the same compiled code."""
     source: Record = proxy._self_record
     record = record_for(module, source.fqn, source.compiler)
-    record.group, record.installed, record.disabled = source.group, source.installed, source.disabled
-    record.latched = source.latched
-    if () in source.lanes:
-        record.lanes = {(): source.lanes[()]}
+    record.installed, record.disabled, record.latched = source.installed, source.disabled, source.latched
+    if is_method_of(module, original):  # anything else may know the source's weights
+        record.group = source.group
+        if () in source.lanes:
+            record.lanes = {(): source.lanes[()]}
     copy = PatchedForward(original, module, record, local)
     record.proxy = weakref.ref(copy)
     return copy
