@@ -83,11 +83,20 @@ def _loss_over_classes(node: fx.Node) -> bool:
 
 
 def _norm_with_statistics(node: fx.Node) -> bool:
-    return op_name(node) == "instance_norm" and argument(node, 1, "running_mean") is not None
+    updates = argument(node, 5, "use_input_stats", True) and argument(node, 1, "running_mean") is not None
+    return op_name(node) == "instance_norm" and bool(updates)
 
 
 def _nearest(node: fx.Node) -> bool:
-    return op_name(node) == "interpolate" and str(argument(node, 3, "mode", "nearest")).startswith("nearest")
+    if op_name(node) != "interpolate" or not str(argument(node, 3, "mode", "nearest")).startswith("nearest"):
+        return False
+    # Where sizes grow by a power of two, positions are exact in floating point, however they are computed.
+    pairs = [
+        pair
+        for x, y in zip(inputs(node), outputs(node), strict=False)
+        for pair in zip(x.shape[2:], y.shape[2:], strict=True)
+    ]
+    return any(after % before or (after // before) & (after // before - 1) for before, after in pairs)
 
 
 def _rounded_division(node: fx.Node) -> bool:
