@@ -1,8 +1,9 @@
-"""apply, restore, patched, disabled, thunderfx: what a user does to a model, and the handle on what was done."""
+"""apply, restore, patched, disabled, thunderfx: what a user does to a model, and the handle on it."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from . import fused, registry
-from .compat import load_thunder
+from .compat import backend_context, load_thunder
 from .errors import AlreadyPatchedError, ArgumentError
 from .forward import Record, watch
 from .options import Options, read_options
@@ -102,18 +103,18 @@ def apply(
 ) -> Patch:
     """Make the selected modules of `model` run through thunderfx, in place.
 
-    The selectors are those of `select`; with none given, the model itself is compiled as `thunderfx(model)` would.
-    `thunderfx_options` are the keywords of `thunder.jit` and torch.compile's `dynamic`, `fullgraph`, `mode` and
-    `options`. `on_error="raise"` raises `CompileError` when a region cannot be compiled, `"eager"` lets that module
-    run its original from then on, with a warning. `check=True` compares each compiled graph's first run with the
-    original. `direct=False` leaves thunder's own checks in each call.
+    The selectors are those of `select`; with none given, the model itself is compiled, as `thunderfx(model)`
+    would. `thunderfx_options` are the keywords of `thunder.jit` and torch.compile's `dynamic`, `fullgraph`,
+    `mode` and `options`. `on_error="raise"` raises `CompileError` when a region cannot be compiled, `"eager"`
+    lets that module run its original from then on, with a warning. `check=True` compares each compiled
+    graph's first run with the original. `direct=False` leaves thunder's own checks in each call.
 
     Nothing is compiled yet: that happens at a module's first call. Applying again with equal options changes
     nothing. Returns a `Patch`, which owns what was installed.
 
-    Raises `SelectionError` when nothing matches, `AlreadyPatchedError` when a selected module is patched with
-    other options, `ArgumentError` for an unknown option, `UnsupportedEnvironmentError` when thunder cannot run
-    here. Whatever is raised, the model is as it was.
+    Raises `SelectionError` when nothing matches, `AlreadyPatchedError` when a selected module is patched
+    with other options, `ArgumentError` for an unknown option, `UnsupportedEnvironmentError` when thunder
+    cannot run here. Whatever is raised, the model is as it was.
 
     >>> import torch, thunderpatch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
@@ -147,8 +148,8 @@ def _patched_alike(fqn: str, module: nn.Module, options: Options) -> bool:
         return False
     if record.compiler.options.key != options.key:
         raise AlreadyPatchedError(
-            f"{fqn or '(the model itself)'} ({type(module).__name__}) is patched with {record.compiler.options}, "
-            f"and was now asked for with {options}: restore it first, or exclude it. Nothing was changed."
+            f"{describe(fqn, module)} is patched with {record.compiler.options}, and was now asked for "
+            f"with {options}: restore it first, or exclude it. Nothing was changed."
         )
     return True
 
@@ -165,7 +166,7 @@ def restore(
 ) -> int:
     """Put the selected modules of `model` back exactly as they were; all of them when no selector is given.
 
-    Returns how many that were; 0 when nothing was patched. Compiled code is kept for as long as the model lives.
+    Returns how many that were; 0 when nothing was patched. Compiled code is kept as long as the model lives.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"restore takes a torch.nn.Module, not {type(model).__name__}")
@@ -195,7 +196,7 @@ def patched(model: nn.Module, **selectors_and_options: Any) -> Iterator[Patch]:
 
 @contextlib.contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """Run the originals of everything patched in `model` for the length of a `with` statement; code is kept."""
+    """Run the originals of all that is patched in `model` for the length of a `with` statement."""
     with _disabled([module for _, module in registry.patched_below(model)]):
         yield
 
@@ -229,16 +230,24 @@ def thunderfx(module: T, /, **thunderfx_options: Any) -> T:
 
 
 def load_thunderfx() -> Callable[..., Any]:
-    """Return thunder's own thunderfx, kept from reassigning `torch.compile` as it does when called."""
+    """Return thunder's own thunderfx, which on a newer torch needs help and reassigns `torch.compile`."""
     load_thunder()
     import torch
-    from thunder.dynamo import thunderfx as theirs
+    from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
 
-    def thunderfx(function: Any, **options: Any) -> Any:
-        public = torch.compile
-        try:
-            return theirs(function, **options)
-        finally:
-            torch.compile = public
+    taken_by_torch = inspect.signature(torch.compile).parameters
+
+    class Backend(ThunderCompiler):
+        def __call__(self, gm: torch.fx.GraphModule, sample_args: list[torch.Tensor]) -> Any:
+            with backend_context():
+                return super().__call__(gm, sample_args)
+
+    def thunderfx(function: Any, /, **options: Any) -> Any:
+        torch_options = {name: value for name, value in options.items() if name in taken_by_torch}
+        thunder_options = {name: value for name, value in options.items() if name not in taken_by_torch}
+        if "transforms" in thunder_options:  # it appends to the list at each graph
+            thunder_options["transforms"] = list(thunder_options["transforms"])
+        backend = Backend(**thunder_options)  # type: ignore[no-untyped-call]
+        return ThunderFXCompiledObject(backend, torch.compile(function, backend=backend, **torch_options))
 
     return thunderfx

@@ -33,7 +33,14 @@ def records_of(module: nn.Module) -> list[Record]:
 
 def active(module: nn.Module) -> Record | None:
     """Return the record of the patch that is on the module now, under a foreign wrapper or not."""
-    return next((record for record in records_of(module) if record.installed), None)
+    if "forward" not in vars(module):  # somebody deleted it
+        return None
+    return next((record for record in records_of(module) if record.installed and _alive(record)), None)
+
+
+def _alive(record: Record) -> bool:
+    # A proxy that was replaced rather than wrapped is referred to by nobody, and gone.
+    return record.proxy is not None and record.proxy() is not None
 
 
 def record_for(module: nn.Module, fqn: str, compiler: Compiler) -> Record:
@@ -89,15 +96,14 @@ def uninstall(module: nn.Module) -> bool:
     A wrapper that somebody has put on top stays. What it wraps becomes inert: the same to its caller.
     """
     record, proxy = active(module), proxy_of(module)
-    if record is not None:
-        record.installed = False
+    for known in records_of(module):
+        known.installed = False
     if proxy is not None:
-        proxy._self_record.installed = False
         if proxy._self_local is None:
             del vars(module)["forward"]
         else:
             vars(module)["forward"] = proxy._self_local
-    elif record is not None and "forward" in vars(module):
+    elif record is not None:
         warnings.warn(
             f"{record.name} is restored below another wrapper of its forward "
             f"({type(vars(module)['forward']).__name__}), which stays and calls the original from now on",
@@ -113,7 +119,7 @@ def adopt(
     """Return a proxy for a copy of a patched module: patched in its own right, on the same compiled code."""
     source: Record = proxy._self_record
     record = record_for(module, source.fqn, source.compiler)
-    record.installed, record.disabled, record.latched = source.installed, source.disabled, source.latched
+    record.installed, record.latched = source.installed, source.latched
     if is_method_of(module, original):  # anything else may know the source's weights
         record.group = source.group
         if () in source.lanes:
@@ -130,5 +136,6 @@ def patched_below(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        if module in _records and (active(module) is not None or proxy_of(module) is not None):
+        # A shallow copy has the proxy of the module that it was copied from, and no record.
+        if proxy_of(module) is not None or active(module) is not None:
             yield fqn, module
