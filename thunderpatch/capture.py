@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import sys
 import threading
@@ -27,6 +28,7 @@ import torch
 # them through one by one at each call, at about a microsecond each.
 LANE_SIZE = 8
 _NO_LIMIT = 2**31 - 1
+_numbers = itertools.count(1)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -72,7 +74,9 @@ def fresh(function: Callable[..., Any]) -> types.FunctionType:
 
 
 def _copy(function: types.FunctionType, closure: tuple[types.CellType, ...] | None) -> types.FunctionType:
-    code = function.__code__.replace()
+    # The name is new as well: what Dynamo has learnt of sizes that vary (`torch._dynamo.pgo`) it files under a
+    # code's file, line and name, and would turn sizes and numbers by which classes differ into symbols.
+    code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_numbers)}")
     return types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
 
 

@@ -33,7 +33,6 @@ from typing import Any
 import torch
 
 from .autograd import Observed, Recompute, connect, version
-from .compat import backend_context
 from .options import Options
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -93,14 +92,12 @@ class Partition:
     def _first_call(self, *args: Any) -> Any:
         began = time.perf_counter()
         try:
-            with backend_context():
-                self.jitted._lc_cd.get_computation_and_inputs(*args)
+            self.jitted._lc_cd.get_computation_and_inputs(*args)
         except Exception as error:
             raise CompileFailure from error
         finally:
             self.seconds += time.perf_counter() - began
-        with backend_context():  # the computation may hold parts that compile at their first run
-            result, entry, inputs, to_epilogue, raw = self._run(args, first=True)
+        result, entry, inputs, to_epilogue, raw = self._run(args, first=True)
         call = self._ordinary
         if self._may_be_direct and not self.recompute.mutated:
             call = self._direct(args, entry, inputs, to_epilogue, raw, result) or call
