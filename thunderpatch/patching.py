@@ -17,6 +17,7 @@ from .forward import Record, watch
 from .options import Options, read_options
 from .regions import compiler_for
 from .selection import Nested, select
+from .tree import describe
 
 if TYPE_CHECKING:
     from .report import Report
