@@ -145,7 +145,7 @@ class SymbolicGraph:
         table, symbols = self.static, self.symbols
 
         def run(*inputs: Any) -> Any:
-            sizes = tuple([inputs[i] for i in symbols])
+            sizes = tuple([v.item() if isinstance(v := inputs[i], torch.Tensor) else v for i in symbols])
             call = table.get(sizes)
             if call is None:
                 with _compiling:

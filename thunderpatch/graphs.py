@@ -31,8 +31,17 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def symbolic_inputs(gm: fx.GraphModule) -> tuple[int, ...]:
-    """Return the positions of the inputs that are symbolic numbers; they come before the tensors they size."""
-    return tuple(i for i, node in enumerate(placeholders(gm)) if isinstance(example(node), SYMBOLS))
+    """Return the positions of the inputs that are symbolic numbers, or tensors that stand for one."""
+    nodes = enumerate(placeholders(gm))
+    return tuple(i for i, node in nodes if isinstance(example(node), SYMBOLS) or _wraps_a_number(node))
+
+
+def _wraps_a_number(node: fx.Node) -> bool:
+    """Whether all that the graph does with an input is `.item()`: so Dynamo hands over floats that vary."""
+    value = example(node)
+    if not isinstance(value, torch.Tensor) or value.dim() != 0:
+        return False
+    return bool(node.users) and all(user.target == "item" for user in node.users)
 
 
 def structure(gm: fx.GraphModule) -> tuple[Any, ...] | None:
@@ -129,6 +138,10 @@ def specialise(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
             values[node] = graph.node_copy(node)
             if isinstance(example(node), SYMBOLS):
                 known[node] = value
+            elif _wraps_a_number(node):
+                known.update((user, value.item()) for user in node.users)
+            continue
+        if node in known:
             continue
         numbers = all(n in known for n in node.all_input_nodes)
         if node.op == "call_function" and node.all_input_nodes and numbers:
