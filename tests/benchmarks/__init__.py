@@ -1,0 +1,1 @@
+"""The benchmark suite: `python -m tests.benchmarks FOLDER` measures thunderpatch beside everything else."""
