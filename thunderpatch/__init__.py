@@ -1,40 +1,48 @@
 """Run chosen submodules of a PyTorch model through thunderfx, in place, and put everything back.
 
-    thunderpatch.apply(model, types=[nn.ReLU])        # patch
-    thunderpatch.restore(model)                       # undo
-    with thunderpatch.patched(model): ...             # both
+thunderpatch.apply(model, types=[nn.ReLU])        # patch
+thunderpatch.restore(model)                       # undo
+with thunderpatch.patched(model): ...             # both
 """
 
 from __future__ import annotations
 
+from .culprits import find_culprits
 from .errors import (
     AlreadyPatchedError,
     ArgumentError,
     CompileError,
+    DifferenceError,
     SelectionError,
     ThunderPatchError,
     ThunderPatchWarning,
     UnsupportedEnvironmentError,
 )
+from .numerics import verify
 from .observe import report
 from .patching import Patch, apply, disabled, is_patched, patched, restore, thunderfx
 from .selection import select
+from .verification import Verification
 
 __all__ = [
     "AlreadyPatchedError",
     "ArgumentError",
     "CompileError",
+    "DifferenceError",
     "Patch",
     "SelectionError",
     "ThunderPatchError",
     "ThunderPatchWarning",
     "UnsupportedEnvironmentError",
+    "Verification",
     "apply",
     "disabled",
+    "find_culprits",
     "is_patched",
     "patched",
     "report",
     "restore",
     "select",
     "thunderfx",
+    "verify",
 ]
