@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import pytest
 import torch
@@ -175,15 +174,56 @@ def test_one_block_through_all_its_states():
             model.train(train).requires_grad_(rg)
             x = torch.randn(batch, 4)
             with torch.set_grad_enabled(grad):
-                torch.manual_seed(0)
                 result = model(x)
-                torch.manual_seed(0)
-                torch.testing.assert_close(result, type(model).forward(model, x))
+                if train:  # thunder draws dropout masks in its own way; a kept element is scaled by 1 / 0.9
+                    kept = result != 0
+                    torch.testing.assert_close(result[kept] * 0.9, model.linear(x)[kept])
+                else:
+                    torch.testing.assert_close(result, model.linear(x))
                 assert result.requires_grad == (grad and rg)
             count += 1
     finally:
         torch.set_num_threads(threads)
     every_call_compiled(model, count)
+
+
+def graphs_of(model):
+    return {id(g) for m in model.modules() if thunderpatch.is_patched(m) for g in m.forward._self_record.graphs}
+
+
+def test_32_equal_blocks_cost_one_graph_and_two_where_the_first_input_needs_no_gradient():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(32)))
+    x = torch.randn(2, 8)
+    with thunderpatch.patched(model, repeated=True), torch.no_grad():
+        model(x)
+        assert len(graphs_of(model)) == 1
+    with thunderpatch.patched(model, repeated=True):
+        model(x).sum().backward()
+        assert len(graphs_of(model)) == 3  # the one of no_grad is still known
+
+
+def compiled_graphs(model):
+    return {id(m.forward._self_record.compiler): m.forward._self_record.compiler.compiled for m in model.modules() if thunderpatch.is_patched(m)}
+
+
+def test_entering_a_hundred_times_and_a_second_model_compile_nothing_more():
+    first, second = (nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(2))
+    x = torch.randn(2, 5)
+    with thunderpatch.patched(first, types=[nn.Linear, nn.Tanh]):
+        first(x)
+        before = compiled_graphs(first)
+    for _ in range(100):
+        with thunderpatch.patched(first, types=[nn.Linear, nn.Tanh]):
+            first(x)
+            assert compiled_graphs(first) == before
+    with thunderpatch.patched(second, types=[nn.Linear, nn.Tanh]):
+        second(x)
+        assert compiled_graphs(second) == before
+
+
+def test_classes_whose_numbers_differ_do_not_turn_them_into_symbols():
+    model = nn.Sequential(nn.LeakyReLU(0.1), nn.LeakyReLU(0.2), nn.Hardtanh(-1, 1), nn.Hardtanh(-2, 2), nn.ReLU6())
+    compare(model, torch.randn(2, 8), types=[nn.LeakyReLU, nn.Hardtanh])
 
 
 def test_1000_equal_modules():
