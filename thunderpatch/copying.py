@@ -126,3 +126,10 @@ def move(tensor: Tensor, by: float) -> None:
     if tensor.is_floating_point():
         with torch.no_grad():
             tensor.mul_(1 + by * (2 * torch.rand_like(tensor) - 1))
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """Return the tensor in float64 or complex128 if it has floating-point numbers, else as it is."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.to(torch.float64) if tensor.is_floating_point() else tensor

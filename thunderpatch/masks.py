@@ -42,3 +42,8 @@ class Masks(TorchFunctionMode):
         else:
             self.drawn.append(next(self._again))
         return input * self.drawn[-1] * (1 / (1 - p))
+
+
+def again(masks: Masks | None) -> Masks | None:
+    """Return what uses the masks of an earlier run again."""
+    return None if masks is None else Masks(masks.drawn)

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import registry
-from .capturing import Call, capture_inputs
-from .copying import move
-from .masks import Masks
+from .calls import Call
+from .capturing import capture_inputs
+from .copying import in_float64, move
+from .judging import Judgement, judge, spelled
+from .masks import Masks, again
 from .outcome import Outcome, run
 from .patching import apply, disabled, restore
-from .preserving import preserved
 from .progress import progress
 from .selection import Nested, select
 from .stages import find_stage
-from .tolerance import Difference, Yardstick, rounding
+from .tolerance import Yardstick, rounding
 from .verification import Row, Verdict, Verification
 
 
@@ -70,7 +71,7 @@ def verify(
             advance(fqn)
         if "" not in modules:
             whole = _compare("", model, calls.get(""), Yardstick(rtol=rtol, atol=atol))
-            rows.append(dataclasses.replace(whole, whole=True))
+            rows.append(replace(whole, whole=True))
     return Verification(rows)
 
 
@@ -100,115 +101,65 @@ def _patched(
 def _compare(fqn: str, module: nn.Module, call: Call | None, yardstick: Yardstick) -> Row:
     row = Row(fqn=fqn, cls=type(module).__name__, verdict=Verdict.EQUAL)
     if call is None:
-        note = "the model did not call it"
-        return dataclasses.replace(row, verdict=Verdict.NEVER_CALLED, note=note)
+        return replace(row, verdict=Verdict.NEVER_CALLED, note="the model did not call it")
+    subject = _Alone(module, call)
     try:
-        with disabled(module):
-            original = run(module, call)
+        original = subject.original()
     except Exception as error:
-        note = f"alone, the original raises {_spelled(error)}"
-        return dataclasses.replace(row, verdict=Verdict.NOT_COMPARABLE, note=note)
+        note = f"alone, the original raises {spelled(error)}"
+        return replace(row, verdict=Verdict.NOT_COMPARABLE, note=note)
     try:
         patched = run(module, call)
     except Exception as error:
-        return dataclasses.replace(row, verdict=Verdict.RAISES, note=_spelled(error))
-    if original.drew:
-        return _compare_random(row, module, call, yardstick, original, patched)
-    yardstick, note = _measured(yardstick, module, call)
-    return _judged(row, module, yardstick, original, patched, note, lambda: run(module, call))
+        return replace(row, verdict=Verdict.RAISES, note=spelled(error))
+    judgement = judge(subject, original, patched, yardstick)
+    row = replace(row, note=judgement.note)
+    if not judgement.comparable:
+        return replace(row, verdict=Verdict.NOT_COMPARABLE)
+    if judgement.found:
+        worst = judgement.found[0]
+        row = replace(row, worst=worst.what, error=worst.error, budget=worst.budget)
+    if judgement.ok:
+        return row
+    differing = tuple(str(difference) for difference in judgement.found if not difference.ok)
+    return replace(row, verdict=Verdict.DIFFERS, differing=differing, stage=_stage(module, call, judgement))
 
 
-def _compare_random(
-    row: Row, module: nn.Module, call: Call, yardstick: Yardstick, original: Outcome, patched: Outcome
-) -> Row:
-    """Compare a module that draws random numbers, with the masks that torch draws or those of thunder."""
-    # No float64 here: it would draw other masks, and their difference would pass for rounding.
-    found = yardstick.differences(original.values, patched.values)
-    if original.same_random_numbers(patched) and found[0].ok:
-        return _told(row, found, "random, compared with the same random numbers")
-    masks = Masks()
-    with disabled(module):
-        masked = run(module, call, masks=masks)
-        again = run(module, call, masks=Masks(masks.drawn))
-    if again.drew or not masked.same_random_numbers(patched):
-        note = "random: thunder draws its random numbers in another way"
-        return dataclasses.replace(row, verdict=Verdict.NOT_COMPARABLE, note=note)
-    yardstick, note = _measured(yardstick, module, call, masks)
-    note = "; ".join(filter(None, ["random, compared with the same dropout masks", note]))
-    return _judged(row, module, yardstick, masked, patched, note, lambda: run(module, call))
-
-
-def _judged(
-    row: Row,
-    module: nn.Module,
-    yardstick: Yardstick,
-    original: Outcome,
-    patched: Outcome,
-    note: str,
-    again: Callable[[], Outcome],
-) -> Row:
-    found = yardstick.differences(original.values, patched.values)
-    if not found or found[0].ok:
-        return _told(row, found, note)
-
+def _stage(module: nn.Module, call: Call, judgement: Judgement) -> str:
     def agrees() -> bool:
         try:
-            values = again().values
+            return judgement.agrees(run(module, call))
         except Exception:
             return False
-        return yardstick.differences(original.values, values)[0].ok
 
     records = [record for _, m in registry.patched_below(module) if (record := registry.active(m))]
-    stage = find_stage({graph: None for record in records for graph in record.graphs}, agrees)
-    return dataclasses.replace(_told(row, found, note), verdict=Verdict.DIFFERS, stage=stage)
+    return find_stage({graph: None for record in records for graph in record.graphs}, agrees)
 
 
-def _told(row: Row, found: list[Difference], note: str) -> Row:
-    if not found:
-        return dataclasses.replace(row, note=note)
-    worst = found[0]
-    differing = tuple(str(difference) for difference in found if not difference.ok)
-    return dataclasses.replace(
-        row, worst=worst.what, error=worst.error, budget=worst.budget, differing=differing, note=note
-    )
+class _Alone:
+    """One module with the arguments of one call, run outside the model."""
 
+    def __init__(self, module: nn.Module, call: Call) -> None:
+        self._module, self._call = module, call
 
-def _measured(
-    yardstick: Yardstick, module: nn.Module, call: Call, masks: Masks | None = None
-) -> tuple[Yardstick, str]:
-    """Return the yardstick with the values of float64, or as it is and a note where float64 cannot be had."""
-    if yardstick.rtol is not None or yardstick.atol is not None:
-        return yardstick, ""
-    step = max((rounding(t.dtype) for t in _floating(module, call)), default=0.0)
-    plain = dataclasses.replace(call, autocast=())
-    replay = (lambda: Masks(masks.drawn)) if masks is not None else (lambda: None)
-    try:
-        twin = _in_float64(module)
-        exact = run(twin, plain, cast=torch.float64, masks=replay())
-        with preserved(twin):
-            for parameter in twin.parameters():
-                move(parameter, step)
-            moved = run(twin, plain, cast=torch.float64, moved_by=step, masks=replay())
-    except Exception as error:
-        return yardstick, f"does not run in float64 ({_spelled(error)}): compared with fixed tolerances"
-    return dataclasses.replace(yardstick, exact=exact.values, moved=moved.values), ""
+    def original(self, masks: Masks | None = None) -> Outcome:
+        with disabled(self._module):
+            return run(self._module, self._call, masks=masks)
+
+    def exact(self, masks: Masks | None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        call = replace(self._call, autocast=())
+        numbers = [*self._module.parameters(), *self._call.fresh().given]
+        step = max((rounding(tensor.dtype) for tensor in numbers), default=0.0)
+        twin = _in_float64(self._module)
+        exact = run(twin, call, cast=torch.float64, masks=again(masks))
+        for parameter in twin.parameters():
+            move(parameter, step)
+        moved = run(twin, call, cast=torch.float64, moved_by=step, masks=again(masks))
+        return exact.values, moved.values
 
 
 def _in_float64(module: nn.Module) -> nn.Module:
     twin = copy.deepcopy(module)
     restore(twin)
-    wide = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
-    twin._apply(  # type: ignore[no-untyped-call]
-        lambda t: t.double() if t.is_floating_point() else t.to(wide.get(t.dtype, t.dtype))
-    )
+    twin._apply(in_float64)  # type: ignore[no-untyped-call]
     return twin
-
-
-def _floating(module: nn.Module, call: Call) -> list[torch.Tensor]:
-    given = call.fresh().given
-    return [t for t in [*module.parameters(), *given] if t.is_floating_point() or t.is_complex()]
-
-
-def _spelled(error: Exception) -> str:
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {first}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .capturing import Call, Inputs
+from .calls import Call, Inputs
 from .copying import tensors_in
 from .masks import Masks
 from .preserving import preserved
@@ -43,50 +43,61 @@ def run(
 ) -> Outcome:
     """Call `module` with fresh copies of the arguments, and backward where the call was in grad mode.
 
-    The backward starts from fixed numbers, the same for each run. Module and random state are as before.
-    `cast` and `moved_by` are those of `Call.fresh`.
+    `cast` and `moved_by` are those of `Call.fresh`. Module and random state are as before.
     """
     with preserved(module), call.modes():
         torch.manual_seed(_SEED)
         inputs = call.fresh(cast, moved_by)
         torch.manual_seed(_SEED)
-        before = _random_state()
-        with masks or contextlib.nullcontext():
-            result = module(*inputs.args, **inputs.kwargs)
-        after = _random_state()
-        values: dict[str, Any] = {}
-        roots: list[Tensor] = []
-        for name, value in _named(result, "output"):
-            if isinstance(value, Tensor):
-                values[name] = value.detach().clone()
-                values[f"requires_grad of {name}"] = value.requires_grad
-                roots.append(value)
-            else:
-                values[name] = value
-        values.update(_gradients(module, inputs, roots))
-        for name, tensor in _given(inputs):
-            values[f"{name} afterwards"] = tensor.detach()
-        for name, buffer in module.named_buffers():
-            values[f"buffer {name}"] = buffer.detach().clone()
+        own = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        outcome = observe(module, inputs, _names(inputs), own, masks)
+        outcome.values.update((f"buffer {name}", b.detach().clone()) for name, b in module.named_buffers())
+        return outcome
+
+
+def observe(
+    function: Callable[..., Any],
+    inputs: Inputs,
+    names: Sequence[str],
+    parameters: Mapping[str, Tensor],
+    masks: Masks | None = None,
+) -> Outcome:
+    """Call `function` once, and backward where an output requires a gradient, and name all that came of it.
+
+    `names` are those of `inputs.given`; `parameters` are what else gets gradients. The backward starts from
+    fixed numbers, the same each time.
+    """
+    before = random_state()
+    with masks or contextlib.nullcontext():
+        result = function(*inputs.args, **inputs.kwargs)
+    after = random_state()
+    values: dict[str, Any] = {}
+    roots: list[Tensor] = []
+    for name, value in _named(result, "output"):
+        values[name] = value
+        if isinstance(value, Tensor):
+            values[name] = value.detach().clone()
+            values[f"requires_grad of {name}"] = value.requires_grad
+            roots.append(value)
+    wanted = {name: t for name, t in zip(names, inputs.leaves, strict=True) if t.requires_grad}
+    values.update(_gradients(inputs, roots, {**wanted, **parameters}))
+    values.update((f"{name} afterwards", t.detach()) for name, t in zip(names, inputs.given, strict=True))
     drew = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     return Outcome(values, drew, after)
 
 
-def _gradients(module: nn.Module, inputs: Inputs, outputs: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
+def _gradients(
+    inputs: Inputs, outputs: Sequence[Tensor], wanted: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Any]]:
     # What the call wrote into an argument is a result as well, with a gradient of its own.
-    written = [t for t in inputs.given if t.requires_grad and not t.is_leaf]
+    written = [t for t in inputs.given if not t.is_leaf]
     roots = list({id(t): t for t in [*outputs, *written] if t.requires_grad}.values())
-    wanted = [
-        (name, leaf)
-        for (name, _), leaf in zip(_given(inputs), inputs.leaves, strict=True)
-        if leaf.requires_grad
-    ]
-    wanted += [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     if not roots or not wanted:
         return
     starts = [_start(root, k) for k, root in enumerate(roots)]
-    found = torch.autograd.grad(roots, [tensor for _, tensor in wanted], starts, allow_unused=True)
-    for (name, _), gradient in zip(wanted, found, strict=True):
+    # Not backward(): that would run hooks which react to a parameter's gradient, optimizers among them.
+    found = torch.autograd.grad(roots, list(wanted.values()), starts, allow_unused=True)
+    for name, gradient in zip(wanted, found, strict=True):
         yield f"gradient of {name}", None if gradient is None else gradient.detach()
 
 
@@ -100,14 +111,14 @@ def _start(tensor: Tensor, seed: int) -> Tensor:
     return eighths.to(tensor.device, tensor.dtype)
 
 
-def _given(inputs: Inputs) -> list[tuple[str, Tensor]]:
-    """Return the tensors that were handed over, each with a name that says where."""
+def _names(inputs: Inputs) -> list[str]:
+    """Return a name for each tensor that is handed over, which says where."""
     names = {
         id(value): f"argument {name}"
         for k, argument in [*enumerate(inputs.args), *inputs.kwargs.items()]
         for name, value in _named(argument, str(k))
     }
-    return [(names.get(id(t), f"argument tensor {k}"), t) for k, t in enumerate(inputs.given)]
+    return [names.get(id(tensor), f"argument tensor {k}") for k, tensor in enumerate(inputs.given)]
 
 
 def _named(value: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -120,6 +131,7 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from ((f"{place}:{k}", tensor) for k, tensor in enumerate(tensors_in(leaf)))
 
 
-def _random_state() -> tuple[Tensor, ...]:
+def random_state() -> tuple[Tensor, ...]:
+    """Return the state of the random generators of CPU and CUDA."""
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if in_use else ()))

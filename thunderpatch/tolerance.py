@@ -61,6 +61,11 @@ class Yardstick:
     rtol: float | None = None
     atol: float | None = None
 
+    @property
+    def measures(self) -> bool:
+        """Whether float64 is wanted: no tolerance was given."""
+        return self.rtol is None and self.atol is None
+
     def differences(self, expected: Mapping[str, Any], got: Mapping[str, Any]) -> list[Difference]:
         """Return one `Difference` for each value of either, the worst first."""
         names = [*expected, *(name for name in got if name not in expected)]
@@ -78,7 +83,7 @@ class Yardstick:
         same_kind = torch.equal(want.isnan(), have.isnan()) and torch.equal(want.isinf(), have.isinf())
         if not same_kind or not torch.equal(want[want.isinf()], have[have.isinf()]):
             return Difference(name, math.inf, 0.0, f"{name} is not finite in other places")
-        if self.rtol is not None or self.atol is not None:
+        if not self.measures:
             return self._elementwise(name, want, have)
         return self._measured(name, expected, want, have)
 
