@@ -93,7 +93,7 @@ def test_nothing_stays_behind_when_the_body_raises() -> None:
 
 
 def test_a_forward_added_to_the_class_later_is_seen_after_restore() -> None:
-    """pytest-dev/pytest#10644: undoing must not leave the inherited value on the instance, where it hides it."""
+    """pytest-dev/pytest#10644: undoing left the inherited value on the instance, where it hid the class's."""
 
     class Base(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
