@@ -21,6 +21,7 @@ from torch import fx
 
 from . import capture, graphs, quirks
 from .capture import trail
+from .checking import check
 from .compat import backend_context, load_thunder
 from .dispatch import CompileFailure, Partition, Snapshot
 from .errors import CompileError
@@ -68,6 +69,8 @@ class Graph:
             call = self._compile(inputs)
             before = Snapshot(inputs, several=len(self.partitions) > 1)
             try:
+                if self.options.check and not self.eager:
+                    self._check(call, inputs)
                 result = call(*inputs)
             except CompileFailure as failure:
                 before.put_back()
@@ -76,6 +79,14 @@ class Graph:
                 result = call(*inputs)
             self.call = call
             return result
+
+    def _check(self, call: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
+        try:
+            check(self.gm, call, inputs, self.owner)
+        except CompileFailure:
+            raise
+        except Exception as error:
+            raise CompileFailure from error
 
     def _compile(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:
         began = time.perf_counter()
@@ -172,9 +183,7 @@ class Compiler:
             assert compiler is not None
             return compiler.backend(gm)
 
-        self.optimize = capture.optimizer(
-            thunderpatch, dynamic=options.dynamic, fullgraph=options.fullgraph, watch=watch
-        )
+        self.optimizer = capture.Optimizer(thunderpatch, watch, dynamic=options.dynamic, fullgraph=options.fullgraph)
 
     def backend(self, gm: fx.GraphModule) -> Callable[..., Any]:
         """Return the function that runs `gm`; Dynamo's guards hold whenever it is called."""

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from .calls import Call, Inputs
 from .copying import tensors_in
 from .masks import Masks
-from .preserving import preserved
+from .preserving import preserved, version
 
 _SEED = 1
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -61,13 +61,14 @@ def observe(
     names: Sequence[str],
     parameters: Mapping[str, Tensor],
     masks: Masks | None = None,
+    backward: bool = True,
 ) -> Outcome:
     """Call `function` once, and backward where an output requires a gradient, and name all that came of it.
 
     `names` are those of `inputs.given`; `parameters` are what else gets gradients. The backward starts from
     fixed numbers, the same each time.
     """
-    before = random_state()
+    before, versions = random_state(), [version(tensor) for tensor in inputs.given]
     with masks or contextlib.nullcontext():
         result = function(*inputs.args, **inputs.kwargs)
     after = random_state()
@@ -79,19 +80,18 @@ def observe(
             values[name] = value.detach().clone()
             values[f"requires_grad of {name}"] = value.requires_grad
             roots.append(value)
+    # What the call wrote into an argument is a result as well, with a gradient of its own.
+    roots += [t for t, v in zip(inputs.given, versions, strict=True) if version(t) != v]
     wanted = {name: t for name, t in zip(names, inputs.leaves, strict=True) if t.requires_grad}
-    values.update(_gradients(inputs, roots, {**wanted, **parameters}))
+    if backward:
+        values.update(_gradients(roots, {**wanted, **parameters}))
     values.update((f"{name} afterwards", t.detach()) for name, t in zip(names, inputs.given, strict=True))
     drew = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     return Outcome(values, drew, after)
 
 
-def _gradients(
-    inputs: Inputs, outputs: Sequence[Tensor], wanted: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Any]]:
-    # What the call wrote into an argument is a result as well, with a gradient of its own.
-    written = [t for t in inputs.given if not t.is_leaf]
-    roots = list({id(t): t for t in [*outputs, *written] if t.requires_grad}.values())
+def _gradients(results: Sequence[Tensor], wanted: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
+    roots = list({id(t): t for t in results if t.requires_grad}.values())
     if not roots or not wanted:
         return
     starts = [_start(root, k) for k, root in enumerate(roots)]

@@ -49,7 +49,7 @@ class _State:
         held = [*self._attributes.values(), *self._tables["_buffers"].values()]
         for container, _ in self._contents:
             held += container.values() if type(container) is dict else container
-        self._tensors = [(t, _version(t), t.detach().clone()) for t in held if type(t) is Tensor]
+        self._tensors = [(t, version(t), t.detach().clone()) for t in held if type(t) is Tensor]
 
     def put_back(self) -> None:
         own = vars(self._module)
@@ -65,7 +65,8 @@ class _State:
                 tensor.copy_(value)
 
 
-def _version(tensor: Tensor) -> int | None:
+def version(tensor: Tensor) -> int | None:
+    """Return how often a tensor has been written to; None where that is not counted."""
     return None if tensor.is_inference() else tensor._version
 
 
