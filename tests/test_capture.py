@@ -203,7 +203,11 @@ def test_32_equal_blocks_cost_one_graph_and_two_where_the_first_input_needs_no_g
 
 
 def compiled_graphs(model):
-    return {id(m.forward._self_record.compiler): m.forward._self_record.compiler.compiled for m in model.modules() if thunderpatch.is_patched(m)}
+    return {
+        id(m.forward._self_record.compiler): m.forward._self_record.compiler.compiled
+        for m in model.modules()
+        if thunderpatch.is_patched(m)
+    }
 
 
 def test_entering_a_hundred_times_and_a_second_model_compile_nothing_more():

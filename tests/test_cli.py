@@ -129,9 +129,7 @@ def test_selectors_are_handed_over_and_those_not_given_are_not(
 ) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(thunderpatch, "select", lambda model, **selectors: seen.append(selectors) or {})
-    line = (
-        "list gpt --types ReLU,GELU --types Linear --names blocks.*.mlp,head --exclude blocks.0.** --repeated"
-    )
+    line = "list gpt --types ReLU,GELU --types Linear --names blocks.*.mlp,head --exclude blocks.0.** --repeated"
     assert main([*line.split(), "--nested", "all"]) == main(["list", "gpt"]) == 0
     assert seen == [
         {
@@ -168,9 +166,7 @@ def test_options_are_python_literals_or_bare_words(stub: Any) -> None:
         ("--nested both gpt", "invalid choice: 'both'"),
     ],
 )
-def test_wrong_usage_is_status_2_with_the_reason(
-    line: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_is_status_2_with_the_reason(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["report", *line.split()])
     assert stopped.value.code == 2 and message in capsys.readouterr().err
@@ -224,10 +220,7 @@ def test_an_unforeseen_error_says_its_kind_and_how_to_see_more(
 
     monkeypatch.setattr(thunderpatch, "select", fail)
     assert main(["list", "gpt"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "thunderpatch: error: KeyError: 'lost\\nand more' (--traceback shows where)\n"
-    )
+    assert capsys.readouterr().err == "thunderpatch: error: KeyError: 'lost\\nand more' (--traceback shows where)\n"
 
 
 def test_a_region_that_does_not_compile_is_a_finding(
@@ -258,9 +251,7 @@ def test_our_warnings_are_one_line_and_others_are_as_ever(
     assert "UserWarning: something else" in err
 
 
-def test_an_interruption_is_status_130_without_a_traceback(
-    models: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interruption_is_status_130_without_a_traceback(models: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", f"{models}:interrupted"]) == 130
     assert capsys.readouterr().err == "thunderpatch: interrupted\n"
 
@@ -299,9 +290,7 @@ def test_verify_leaves_gradients_out_on_request(stub: Any) -> None:
     assert len(args) == 1 and kwargs["ids"].shape == (2, 16) and kwargs["grad"] is False
 
 
-def test_an_input_that_is_called_like_a_setting_is_refused(
-    stub: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_input_that_is_called_like_a_setting_is_refused(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
     stub("verify")
     assert main(["verify", "gpt", "--input", "grad=2x16"]) == 2
     assert "'grad' is also a setting of verify" in capsys.readouterr().err
@@ -406,9 +395,7 @@ def test_a_model_that_fails_only_when_patched_is_a_finding(
     monkeypatch.setattr(thunderpatch, "patched", breaking)
     assert main(["report", f"{models}:halves"]) == 1
     err = capsys.readouterr().err
-    assert err.startswith(
-        "thunderpatch: error: patched, the model raises TypeError, though unpatched it runs"
-    )
+    assert err.startswith("thunderpatch: error: patched, the model raises TypeError, though unpatched it runs")
 
 
 def test_backward_without_a_gradient_to_take_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

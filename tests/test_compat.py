@@ -87,9 +87,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def pretend(
-    monkeypatch: pytest.MonkeyPatch, *, torch_version: str = "2.13.0", thunder_version: str = "0.2.6"
-) -> None:
+def pretend(monkeypatch: pytest.MonkeyPatch, *, torch_version: str = "2.13.0", thunder_version: str = "0.2.6") -> None:
     monkeypatch.setattr(torch, "__version__", torch_version)
     monkeypatch.setattr(metadata, "version", lambda name: thunder_version)
 
@@ -111,9 +109,7 @@ def test_a_missing_thunder_is_an_error_that_says_what_to_install(fresh: pytest.M
 
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.8.0", "2.8.0+cpu"])
-def test_a_torch_before_2_9_is_an_error_that_names_both_versions(
-    fresh: pytest.MonkeyPatch, version: str
-) -> None:
+def test_a_torch_before_2_9_is_an_error_that_names_both_versions(fresh: pytest.MonkeyPatch, version: str) -> None:
     pretend(fresh, torch_version=version)
     with pytest.raises(UnsupportedEnvironmentError) as caught:
         compat.load_thunder()

@@ -28,7 +28,7 @@ class Count:
     def __call__(self) -> bool:
         self.asked += 1
         records = [registry.active(module) for module in self.model]
-        on = {k for k, record in enumerate(records) if record is not None and not record.off}
+        on = {k for k, record in enumerate(records) if record is not None and record.on}
         return not any(guilty <= on for guilty in self.guilty)
 
 
@@ -95,9 +95,7 @@ def test_a_check_that_fails_unpatched_is_an_error_with_its_reason() -> None:
         raise ValueError("no such file")
 
     model = units(3)
-    with pytest.raises(
-        ArgumentError, match=r"all 3 selected modules switched off \(ValueError: no such file"
-    ):
+    with pytest.raises(ArgumentError, match=r"all 3 selected modules switched off \(ValueError: no such file"):
         find_culprits(model, check, types=Unit)
     assert not any(map(thunderpatch.is_patched, model))
 
@@ -107,7 +105,7 @@ def test_the_model_is_patched_as_before_afterwards() -> None:
     thunderpatch.apply(model, names="2")
     find_culprits(model, Count(model, {1, 2}), types=Unit)
     assert [thunderpatch.is_patched(module) for module in model] == [False, False, True, False]
-    assert not registry.active(model[2]).off  # type: ignore[union-attr]
+    assert registry.active(model[2]).on  # type: ignore[union-attr]
 
 
 def test_an_interrupt_ends_the_search_and_restores_the_model() -> None:
@@ -126,7 +124,7 @@ def test_modules_inside_others_are_told_apart() -> None:
 
     def check() -> bool:
         record = registry.active(model[0][1])
-        return record is None or record.off
+        return record is None or not record.on
 
     assert find_culprits(model, check, names=["0", "0.*", "1"], nested="all") == ["0.1"]
 

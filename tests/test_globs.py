@@ -154,9 +154,7 @@ def match_characters(glob: str, name: str) -> bool:
 pieces = st.sampled_from(["a", "b", "*", "?", "[ab]", "[!a]", "\\", "+"])
 segments = st.lists(pieces, min_size=1, max_size=4).map("".join).filter(lambda segment: "**" not in segment)
 globs = st.lists(segments | st.just("**"), min_size=1, max_size=5).map(".".join)
-fqns = st.lists(st.text("ab+\\\n", min_size=1, max_size=4), min_size=1, max_size=5).map(".".join) | st.just(
-    ""
-)
+fqns = st.lists(st.text("ab+\\\n", min_size=1, max_size=4), min_size=1, max_size=5).map(".".join) | st.just("")
 
 
 @settings(max_examples=1000, deadline=None)

@@ -66,9 +66,7 @@ def test_a_wide_table_shows_partitions_sharing_and_seconds(monkeypatch: pytest.M
     monkeypatch.setenv("COLUMNS", "200")
     report = Report([row("layers.0", Status.PARTLY, **SHARED)])
     line = next(line for line in str(report).splitlines() if line.startswith("layers.0 "))
-    assert (
-        " ".join(line.split()) == "layers.0 Block partly 20/20 1 2 (40 ops) 1 (3 ops) 2 4.75 0.25 1.50 3.00"
-    )
+    assert " ".join(line.split()) == "layers.0 Block partly 20/20 1 2 (40 ops) 1 (3 ops) 2 4.75 0.25 1.50 3.00"
 
 
 def test_a_note_that_modules_share_is_printed_once() -> None:

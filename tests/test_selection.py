@@ -209,9 +209,7 @@ def test_no_warning_for_what_another_match_covers() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_torchscript_part_is_left_out_and_a_torchscript_model_is_an_error() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.warns(
-        ThunderPatchWarning, match=r"layers\.0 \(RecursiveScriptModule\) is compiled by TorchScript"
-    ):
+    with pytest.warns(ThunderPatchWarning, match=r"layers\.0 \(RecursiveScriptModule\) is compiled by TorchScript"):
         assert list(select(Net(scripted, Block()), names="layers.*")) == ["layers.1"]
     for selectors in ({}, {"names": "**"}):
         with pytest.raises(SelectionError, match="compiled by TorchScript"):
@@ -299,9 +297,7 @@ def test_an_empty_exclusion_is_none() -> None:
 
 def test_a_container_as_the_model_needs_a_selector() -> None:
     model = nn.ModuleList([nn.ReLU()])
-    with pytest.raises(
-        SelectionError, match=re.escape("(the model itself) (ModuleList) has no forward of its own")
-    ):
+    with pytest.raises(SelectionError, match=re.escape("(the model itself) (ModuleList) has no forward of its own")):
         select(model)
     assert list(select(model, types=nn.ReLU)) == ["0"]
 

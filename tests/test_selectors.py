@@ -222,10 +222,7 @@ def test_a_predicate_may_be_an_object_that_is_iterable_too() -> None:
 
 def test_the_census_counts_modules_once_and_is_short() -> None:
     shared = nn.ReLU()
-    assert (
-        census(grow(nn.Sequential(shared, shared, nn.GELU())).candidates)
-        == "Sequential x 1, ReLU x 1, GELU x 1"
-    )
+    assert census(grow(nn.Sequential(shared, shared, nn.GELU())).candidates) == "Sequential x 1, ReLU x 1, GELU x 1"
     many = nn.ModuleList([type(f"Act{i}", (nn.ReLU,), {})() for i in range(25)])
     assert census(grow(many).candidates).endswith("Act9 x 1 and 15 more classes")
     assert census([]) == "none"

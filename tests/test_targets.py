@@ -81,10 +81,7 @@ def test_dtype_casts_what_is_floating_and_mode_is_set(models: str) -> None:
     assert target.args[0].dtype is torch.int64 and not target.model.training
     assert {p.dtype for p in target.model.parameters()} == {torch.bfloat16}
     assert load(f"{models}:single", dtype="float64").args[0].dtype is torch.float64
-    assert (
-        load(f"{models}:ready", ["2x4", "2:float32"], dtype="float64", training=True).args[0].dtype
-        is torch.float64
-    )
+    assert load(f"{models}:ready", ["2x4", "2:float32"], dtype="float64", training=True).args[0].dtype is torch.float64
 
 
 @pytest.mark.parametrize(

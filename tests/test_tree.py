@@ -36,9 +36,7 @@ def models(draw: st.DrawFn) -> nn.Module:
     pool: list[nn.Module] = [nn.ReLU()]
     for _ in range(draw(st.integers(1, 6))):
         children = draw(st.lists(st.sampled_from(pool), max_size=3))
-        pool.append(
-            draw(st.sampled_from([Block, nn.Sequential, lambda *items: nn.ModuleList(items)]))(*children)
-        )
+        pool.append(draw(st.sampled_from([Block, nn.Sequential, lambda *items: nn.ModuleList(items)]))(*children))
         if draw(st.booleans()):
             pool[-1].register_module("nothing", None)
     return pool[-1]
@@ -55,9 +53,7 @@ def test_the_walk_is_that_of_named_modules_with_duplicates(model: nn.Module) -> 
 
 @settings(deadline=None)
 @given(models(), st.data())
-def test_nested_matches_are_resolved_as_a_search_for_each_pair_would(
-    model: nn.Module, data: st.DataObject
-) -> None:
+def test_nested_matches_are_resolved_as_a_search_for_each_pair_would(model: nn.Module, data: st.DataObject) -> None:
     tree = grow(model)
     modules = list(dict.fromkeys(module for _, module, _ in tree.places))
     matches = data.draw(st.lists(st.sampled_from(modules), unique_by=id))

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo
 
 # Versions of one lane that different modules made, before the next module gets a lane of its own: Dynamo looks
 # them through one by one at each call, at about a microsecond each.
@@ -30,15 +31,17 @@ LANE_SIZE = 8
 _NO_LIMIT = 2**31 - 1
 _numbers = itertools.count(1)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_LAYERS = os.path.join(_TORCH, "nn", "modules") + os.sep
 
 
 class Lane:
     """One copy of a forward with its own code object, compiled by Dynamo at its first call."""
 
-    def __init__(self, function: Callable[..., Any], optimize: Callable[[Callable[..., Any]], Any]) -> None:
+    def __init__(self, function: Callable[..., Any], optimizer: Optimizer) -> None:
         copy = fresh(function)
         self._code = copy.__code__
-        self.call: Callable[..., Any] = optimize(copy)
+        self.call: Callable[..., Any] = optimizer.compile(copy)
+        self.again = optimizer.lean(copy, self.call)
         self.first_calls_that_compiled = 0  # one for each module that could not use what was there
         self.spoiled = False  # holds what Dynamo made of a call that raised
         self.skipped: str | None = None  # why Dynamo runs this code object without compiling from now on
@@ -59,40 +62,86 @@ class Lane:
 def fresh(function: Callable[..., Any]) -> types.FunctionType:
     """Return `function` under a new code object.
 
-    A plain function is copied. What Dynamo would not take as a frame of its own (a method written in torch, a
-    callable that is no function) is called from a new function, into which Dynamo inlines it.
+    A plain function is copied. What Dynamo would not take as a frame of its own (a callable that is no function, or
+    a function of torch other than a layer's forward) is called from a new function, into which Dynamo inlines it.
     """
-    if isinstance(function, types.FunctionType) and not function.__code__.co_filename.startswith(_TORCH):
-        copy = _copy(function, function.__closure__)
-        copy.__kwdefaults__ = function.__kwdefaults__
-        return copy
+    if isinstance(function, types.FunctionType):
+        filename = function.__code__.co_filename
+        if filename.startswith(_LAYERS):
+            # Dynamo skips frames of torch's own files, and tells them by the name of the file alone.
+            return _copy(function, filename=f"<{os.path.relpath(filename, _TORCH)}, copied>")
+        if not filename.startswith(_TORCH):
+            return _copy(function)
 
     def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         return function(module, *args, **kwargs)
 
-    return _copy(forward, forward.__closure__)
+    return _copy(forward)
 
 
-def _copy(function: types.FunctionType, closure: tuple[types.CellType, ...] | None) -> types.FunctionType:
+def _copy(function: types.FunctionType, filename: str | None = None) -> types.FunctionType:
     # The name is new as well: what Dynamo has learnt of sizes that vary (`torch._dynamo.pgo`) it files under a
     # code's file, line and name, and would turn sizes and numbers by which classes differ into symbols.
-    code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_numbers)}")
-    return types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    old = function.__code__
+    code = old.replace(co_name=f"{old.co_name}_{next(_numbers)}", co_filename=filename or old.co_filename)
+    copy = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
-def optimizer(
-    backend: Callable[..., Any], *, dynamic: bool | None, fullgraph: bool, watch: Watch
-) -> Callable[[Callable[..., Any]], Any]:
-    """Return a function that compiles functions with `backend`, without a limit, telling `watch` of each attempt."""
-    settings: dict[str, Any] = {"dynamic": dynamic}
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        settings["recompile_limit"] = _NO_LIMIT
-    try:
-        context = torch._dynamo.optimize(backend, nopython=fullgraph, **settings)
-        _interpose(context.callback, watch)
-    except (AttributeError, TypeError):  # a Dynamo of another build: what torch documents is all there is
-        return functools.partial(torch.compile, backend=backend, fullgraph=fullgraph, **settings)
-    return context
+class Optimizer:
+    """Compiles functions with one backend, without a limit, telling `watch` of each attempt."""
+
+    def __init__(self, backend: Callable[..., Any], watch: Watch, *, dynamic: bool | None, fullgraph: bool) -> None:
+        settings: dict[str, Any] = {"dynamic": dynamic}
+        if "recompile_limit" in inspect.signature(torch.compile).parameters:
+            settings["recompile_limit"] = _NO_LIMIT
+        self._callback: Any = None
+        try:
+            context = torch._dynamo.optimize(backend, nopython=fullgraph, **settings)
+            _interpose(context.callback, watch)
+        except (AttributeError, TypeError):  # a Dynamo of another build: what torch documents is all there is
+            self.compile: Callable[..., Any] = functools.partial(
+                torch.compile, backend=backend, fullgraph=fullgraph, **settings
+            )
+            return
+        self.compile = context
+        # With these two Dynamo does more around each call: it sets its configuration, or counts frames.
+        if dynamic is None and not fullgraph:
+            self._callback = context.callback
+
+    def lean(self, function: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a leaner form of `call`, the compiled `function`, for when it has been called before.
+
+        It sets Dynamo's callback for the length of the call and no more. What Dynamo's own wrapper does besides is
+        for first calls (translating errors), for tracers and functorch (which do not get here) and for a stance set
+        by `torch.compiler.set_stance`, with which the wrapper is called after all.
+        """
+        callback = self._callback
+        if callback is None or _set_eval_frame is None:
+            return call
+
+        def again(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if _eval_frame._stance is not _STANCE:
+                return call(module, *args, **kwargs)
+            prior = _set_eval_frame(callback)
+            try:
+                return function(module, *args, **kwargs)
+            except BaseException:
+                _set_eval_frame(None)
+                torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(0)  # the proxy lets nobody in above 0
+                raise
+            finally:
+                _set_eval_frame(prior)
+
+        return again
+
+
+_eval_frame: Any = torch._dynamo.eval_frame
+_STANCE = getattr(_eval_frame, "_stance", None)
+_set_eval_frame: Any = getattr(_eval_frame, "set_eval_frame", None) if _STANCE is not None else None
 
 
 def _interpose(callback: Any, watch: Watch) -> None:

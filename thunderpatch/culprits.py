@@ -11,9 +11,9 @@ from torch import nn
 
 from . import registry
 from .errors import ArgumentError
-from .forward import Record
 from .patching import apply
 from .progress import progress
+from .record import Record
 from .selection import Nested, select
 
 
@@ -48,9 +48,7 @@ def find_culprits(
     >>> thunderpatch.find_culprits(model, lambda: model(torch.ones(2, 4)).min() >= 0, types=torch.nn.ReLU)
     []
     """
-    modules = select(
-        model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested
-    )
+    modules = select(model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested)
     new = {id(module) for module in modules.values() if registry.active(module) is None}
     with contextlib.ExitStack() as stack:
         if new:
@@ -93,9 +91,7 @@ def _search(trial: _Trial, names: list[str]) -> list[str]:
 class _Trial:
     """Runs the check with some of the modules patched; what was asked before is remembered."""
 
-    def __init__(
-        self, records: Mapping[str, Record], check: Callable[[], Any], advance: Callable[[str], None]
-    ) -> None:
+    def __init__(self, records: Mapping[str, Record], check: Callable[[], Any], advance: Callable[[str], None]) -> None:
         self._records, self._check, self._advance = records, check, advance
         self._known: dict[frozenset[str], bool] = {}
         self.reason = ""  # of the last failure

@@ -165,7 +165,9 @@ def _gives_back(result: Any, raw: Any) -> bool:
     """Whether the epilogue returned the computation's outputs themselves."""
     if isinstance(result, torch.Tensor):
         return len(raw) == 1 and raw[0] is result
-    return isinstance(result, tuple) and len(raw) == len(result) and all(a is b for a, b in zip(result, raw, strict=True))
+    return (
+        isinstance(result, tuple) and len(raw) == len(result) and all(a is b for a, b in zip(result, raw, strict=True))
+    )
 
 
 def _picker(order: Sequence[Any], count: int) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -81,15 +81,11 @@ def _modules(model: nn.Module, *selectors: Any) -> dict[str, nn.Module]:
         patched = dict(registry.patched_below(model)) if isinstance(model, nn.Module) else {}
         if patched:
             return patched
-    return select(
-        model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested
-    )
+    return select(model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested)
 
 
 @contextlib.contextmanager
-def _patched(
-    model: nn.Module, modules: Mapping[str, nn.Module], options: Mapping[str, Any]
-) -> Iterator[None]:
+def _patched(model: nn.Module, modules: Mapping[str, nn.Module], options: Mapping[str, Any]) -> Iterator[None]:
     new = {id(module) for module in modules.values() if registry.active(module) is None}
     if not new:
         yield

@@ -9,8 +9,8 @@ from torch import nn
 from . import registry
 from .compiler import Graph
 from .errors import ArgumentError
-from .forward import Record
 from .fused import why_never_called
+from .record import Record
 from .report import Report, Row, Status
 
 
@@ -71,7 +71,9 @@ def _row(model: nn.Module, fqn: str, module: nn.Module, record: Record, above: s
         ops_thunder=sum(thunder),
         ops_inductor=sum(inductor),
         split_reasons=_unique(text for graph in graphs for text in _splits(graph)),
-        routes=_unique(f"{route.node or 'the graph'} to {route.target}: {route.reason}" for g in graphs for route in g.routes),
+        routes=_unique(
+            f"{route.node or 'the graph'} to {route.target}: {route.reason}" for g in graphs for route in g.routes
+        ),
         recompiles=len(record.recompiled),
         recompile_reasons=_unique(record.recompiled),
         seconds={
@@ -84,9 +86,7 @@ def _row(model: nn.Module, fqn: str, module: nn.Module, record: Record, above: s
     )
 
 
-def _status(
-    model: nn.Module, fqn: str, module: nn.Module, record: Record, above: str | None
-) -> tuple[Status, str]:
+def _status(model: nn.Module, fqn: str, module: nn.Module, record: Record, above: str | None) -> tuple[Status, str]:
     if not record.installed:
         return Status.RESTORED, ""
     if registry.displaced(module) and not record.calls:

@@ -12,12 +12,36 @@ from .errors import ArgumentError
 # What thunder.jit takes by name (lightning-thunder 0.2.6) and the compile options that it and its executors
 # look up by name. thunder itself accepts any keyword and ignores a misspelt one in silence.
 _THUNDER = frozenset(
-    """langctx executors sharp_edges cache disable_torch_autograd transforms debug_options
-    fusion_type skip_inplace_alias_updates disable_inplace_copy_check thunderfx_disable_split_autograd
-    auto_recompute_intermediates disable_replace_uniform torch_compile_fullgraph sdpa_debug use_apex_cross_entropy
-    cudnn_sdpa_bwd_may_cat_grad_qkv nv_enable_scatter nv_store_fusion_inputs nv_skip_cache nv_save_fake_inputs
-    nv_enable_shape_only_fusion nv_enable_sdpa nv_enable_options nv_enable_matmul nv_enable_linear
-    nv_enable_embedding nv_disable_options""".split()
+    [
+        "langctx",
+        "executors",
+        "sharp_edges",
+        "cache",
+        "disable_torch_autograd",
+        "transforms",
+        "debug_options",
+        "fusion_type",
+        "skip_inplace_alias_updates",
+        "disable_inplace_copy_check",
+        "thunderfx_disable_split_autograd",
+        "auto_recompute_intermediates",
+        "disable_replace_uniform",
+        "torch_compile_fullgraph",
+        "sdpa_debug",
+        "use_apex_cross_entropy",
+        "cudnn_sdpa_bwd_may_cat_grad_qkv",
+        "nv_enable_scatter",
+        "nv_store_fusion_inputs",
+        "nv_skip_cache",
+        "nv_save_fake_inputs",
+        "nv_enable_shape_only_fusion",
+        "nv_enable_sdpa",
+        "nv_enable_options",
+        "nv_enable_matmul",
+        "nv_enable_linear",
+        "nv_enable_embedding",
+        "nv_disable_options",
+    ]
 )
 _TORCH = frozenset(["dynamic", "fullgraph", "mode", "options"])
 _ELSEWHERE = {

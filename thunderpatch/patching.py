@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from . import fused, registry
+from .attribution import watch
 from .compat import backend_context, load_thunder
 from .errors import AlreadyPatchedError, ArgumentError
-from .forward import Record, watch
 from .options import Options, read_options
+from .record import Record
 from .regions import compiler_for
 from .selection import Nested, select
 from .tree import describe
@@ -124,9 +125,7 @@ def apply(
     """
     load_thunder()
     options = read_options(thunderfx_options, on_error=on_error, check=check, direct=direct)
-    selected = select(
-        model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested
-    )
+    selected = select(model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested)
     new = {fqn: module for fqn, module in selected.items() if not _patched_alike(fqn, module, options)}
     compiler = compiler_for(options, watch, watch.owner)
     proxies = {fqn: registry.build(module, fqn, compiler) for fqn, module in new.items()}
@@ -173,9 +172,7 @@ def restore(
         raise ArgumentError(f"restore takes a torch.nn.Module, not {type(model).__name__}")
     some = types is not None or names is not None or where is not None or exclude is not None or repeated
     if some:
-        chosen = select(
-            model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested
-        )
+        chosen = select(model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested)
         modules = list(chosen.values())
     else:
         modules = [module for _, module in registry.patched_below(model)]

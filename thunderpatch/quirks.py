@@ -20,6 +20,7 @@ from .quirks_nodes import (
     nested,
     op_name,
     outputs,
+    picks,
     spelled,
     tensors,
     value,
@@ -62,11 +63,7 @@ def _empty(node: fx.Node) -> bool:
 def _unknown(node: fx.Node) -> bool:
     """Whether this is a factory that thunder lacks and its splitter takes for known, having no tensor to try it on."""
     target: Any = node.target
-    if (
-        not inspect.isbuiltin(target)
-        or target.__module__ in ("_operator", "builtins", "math")
-        or inputs(node)
-    ):
+    if not inspect.isbuiltin(target) or target.__module__ in ("_operator", "builtins", "math") or inputs(node):
         return False
     from thunder.torch import _torch_to_thunder_function_map
 
@@ -100,15 +97,15 @@ def _nearest(node: fx.Node) -> bool:
 
 
 def _rounded_division(node: fx.Node) -> bool:
-    return (
-        op_name(node) in ("div", "divide")
-        and node.kwargs.get("rounding_mode") is not None
-        and needs_grad(node)
-    )
+    return op_name(node) in ("div", "divide") and node.kwargs.get("rounding_mode") is not None and needs_grad(node)
 
 
 def _relu(node: fx.Node) -> bool:
     return op_name(node) == "relu" and needs_grad(node)
+
+
+def _method(name: str) -> Callable[[fx.Node], bool]:
+    return lambda node: node.op == "call_method" and node.target == name
 
 
 def _graded(*names: str) -> Callable[[fx.Node], bool]:
@@ -151,6 +148,11 @@ QUIRKS: tuple[Quirk, ...] = (
         "thunder's result does not require grad, where eager's does",
     ),
     Quirk("diagonal", lambda node: op_name(node) == "diagonal", "thunder returns a copy, not a view"),
+    Quirk(
+        "broadcast_to",
+        _method("broadcast_to"),
+        "thunder knows the function and not the method, which its splitter mixes up",
+    ),
     Quirk("relu of NaN", _relu, "thunder turns NaN into 0 when a gradient is needed", THUNDER),
 )
 IN_PLACE = "in-place"
@@ -181,19 +183,17 @@ def reroute(gm: fx.GraphModule) -> list[Route]:
 def _decide(gm: fx.GraphModule) -> list[tuple[Route, fx.Node | None]]:
     routes: dict[fx.Node, Route] = {}
     for node in gm.graph.nodes:
-        for quirk in QUIRKS if is_call(node) else ():
+        for quirk in QUIRKS if is_call(node) and not picks(node) else ():
             if quirk.matches(node):
                 routes[node] = Route(quirk.name, node.name, quirk.target, quirk.reason)
                 break
-    found = mutations(
-        gm, lambda node: routes.get(node, IN_THUNDER).target == THUNDER and _thunder_takes(node)
-    )
+    found = mutations(gm, lambda node: routes.get(node, IN_THUNDER).target == THUNDER and _thunder_takes(node))
     if found.eager:
         reason = f"{found.eager} ({found.node}), and thunder gets its gradient wrong"
         return [(Route(IN_PLACE, "", EAGER, reason), None)]
     for node in found.outside:
         reason = f"{spelled(node)} works on a value that is changed in place across a seam"
-        if routes.get(node, IN_THUNDER).target == THUNDER:
+        if routes.get(node, IN_THUNDER).target == THUNDER and not picks(node):
             routes[node] = Route(IN_PLACE, node.name, INDUCTOR, reason)
     return [(route, node) for node, route in routes.items()]
 

@@ -43,12 +43,7 @@ def mutated(node: fx.Node) -> list[Any]:
     elif getattr(node.target, "__module__", "") == "_operator":
         if f"__{name.strip('_')}__" in AUGMENTED_NAMES or name == "setitem":
             targets.append(first)
-    elif (
-        name.endswith("_")
-        and not name.endswith("__")
-        or name == "__setitem__"
-        or bound(node, "inplace") is True
-    ):
+    elif (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or bound(node, "inplace") is True:
         targets.append(first)
     return targets
 
@@ -80,9 +75,7 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
         if storage in given and graded:
             return Mutations(f"{spelled(node)} changes an input of the graph in place", node.name)
         if graded and node not in graded_nodes:
-            return Mutations(
-                f"{spelled(node)} changes what has a gradient, in place and under no_grad", node.name
-            )
+            return Mutations(f"{spelled(node)} changes what has a gradient, in place and under no_grad", node.name)
         if graded:
             outside.update(_region(node, names, nodes, stays))
         elif _seam(nodes, stays):

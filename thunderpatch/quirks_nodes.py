@@ -13,8 +13,12 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 CALLS = ("call_function", "call_method")
-# Functions of the operator module that change their first argument in place.
-AUGMENTED = (operator.setitem, operator.delitem)
+# The operator module's names of what the program spells as an assignment: iadd for x += y.
+AUGMENTED_NAMES = frozenset(name for name in dir(operator) if name.startswith("__i")) - {
+    "__index__",
+    "__inv__",
+    "__invert__",
+}
 
 
 def is_call(node: fx.Node) -> bool:
@@ -39,10 +43,6 @@ def op_name(node: fx.Node) -> str:
         name = name.strip("_")
         return name[1:] if f"__{name}__" in AUGMENTED_NAMES else name
     return name.strip("_").removesuffix("_")
-
-
-AUGMENTED_NAMES = frozenset(name for name in dir(operator) if name.startswith("__i") and name != "__index__")
-AUGMENTED_NAMES -= {"__inv__", "__invert__"}
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
@@ -81,6 +81,11 @@ def needs_grad(node: fx.Node) -> bool:
     return any(tensor.requires_grad for tensor in outputs(node))
 
 
+def picks(node: fx.Node) -> bool:
+    """Whether the node takes one of several results of another; the splitter keeps it with that one."""
+    return node.target is operator.getitem and not isinstance(value(node.args[0]), Tensor)
+
+
 def nested(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
     """Yield the graphs that higher-order ops of ``gm`` run, such as the body of a checkpointed region."""
     for node in gm.graph.nodes:
@@ -110,7 +115,7 @@ class Opaque:
 def opaque(target: Callable[..., Any] | str) -> Opaque:
     """Return the one stand-in for a target; equal graphs stay equal graphs."""
     if isinstance(target, str):
-        return Opaque(operator.methodcaller, target) if False else Opaque(_method(target), target)
+        return Opaque(_method(target), target)
     return Opaque(target, str(getattr(target, "__name__", type(target).__name__)))
 
 

@@ -43,7 +43,7 @@ class Group:
 
     def own_lane(self) -> Lane:
         """Return a lane that no other module of the group gets."""
-        return Lane(self.function, self.compiler.optimize)
+        return Lane(self.function, self.compiler.optimizer)
 
 
 def compiler_for(options: Options, watch: Watch, owner: Callable[[], str]) -> Compiler:

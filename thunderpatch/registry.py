@@ -17,7 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .compiler import Compiler
 from .errors import ThunderPatchWarning
-from .forward import PatchedForward, Record
+from .forward import PatchedForward
+from .record import Record
 from .regions import is_method_of
 from .tree import grow
 
@@ -113,9 +114,7 @@ def uninstall(module: nn.Module) -> bool:
     return record is not None or proxy is not None
 
 
-def adopt(
-    module: nn.Module, original: Callable[..., Any], proxy: PatchedForward, local: Any
-) -> PatchedForward:
+def adopt(module: nn.Module, original: Callable[..., Any], proxy: PatchedForward, local: Any) -> PatchedForward:
     """Return a proxy for a copy of a patched module: patched in its own right, on the same compiled code."""
     source: Record = proxy._self_record
     record = record_for(module, source.fqn, source.compiler)

@@ -97,9 +97,7 @@ COLUMNS: tuple[Column[Row], ...] = (
     Column("compiled/calls", lambda row: f"{row.compiled_calls}/{row.calls}", keep=1, number=True),
     Column("graphs", lambda row: str(row.graphs), keep=2, number=True),
     Column("thunder", lambda row: _partitions(row.thunder_partitions, row.ops_thunder), keep=4, number=True),
-    Column(
-        "inductor", lambda row: _partitions(row.inductor_partitions, row.ops_inductor), keep=5, number=True
-    ),
+    Column("inductor", lambda row: _partitions(row.inductor_partitions, row.ops_inductor), keep=5, number=True),
     Column("shared with", lambda row: str(row.shared_with or ""), keep=6, number=True),
     Column("first call s", _total, keep=5, number=True),
     Column("breaks", lambda row: str(len(row.graph_breaks) or ""), keep=7, number=True),

@@ -96,9 +96,7 @@ def select(
         tests["where"] = asking("where", where)
     exclusions = [] if exclude is None else exclude_tests(exclude, tree)
     if exclusions and not tests:
-        raise SelectionError(
-            "`exclude` takes out of what is selected: give types, names, where or repeated too"
-        )
+        raise SelectionError("`exclude` takes out of what is selected: give types, names, where or repeated too")
 
     matches = _matches(tree, tests) if tests else _model_itself(model, tree)
     _take_out(matches, tree, exclusions)
@@ -110,9 +108,7 @@ def select(
 
 def _check_arguments(model: object, where: object, repeated: object, nested: object) -> None:
     if isinstance(model, type):
-        raise ArgumentError(
-            f"the model is an nn.Module, not the class {model.__name__}: pass an instance of it"
-        )
+        raise ArgumentError(f"the model is an nn.Module, not the class {model.__name__}: pass an instance of it")
     if not issubclass(type(model), nn.Module):
         raise ArgumentError(f"the model is an nn.Module, not a {type(model).__name__}")
     if issubclass(type(model), torch.jit.ScriptModule):
@@ -154,9 +150,7 @@ def _no_match(tree: Tree, tests: dict[str, Predicate]) -> SelectionError:
     others = {name: test for name, test in tests.items() if name != "where"}
 
     def count(*wanted: Predicate) -> int:
-        return len(
-            {id(module) for fqn, module, _ in tree.candidates if all(test(module, fqn) for test in wanted)}
-        )
+        return len({id(module) for fqn, module, _ in tree.candidates if all(test(module, fqn) for test in wanted)})
 
     together = " and ".join(others)
     if remaining := count(*others.values()):
@@ -197,16 +191,12 @@ def _by_fqn(chosen: _Matches) -> dict[str, nn.Module]:
     if len(named) < len(chosen):
         # setattr(model, "a.b", ...) makes a child with a dot in its name, which may be another's FQN.
         twice = [fqn for fqn, module in chosen.values() if named[fqn] is not module]
-        raise SelectionError(
-            f"several modules are called {twice[0]!r}: rename the child that has a dot in its name"
-        )
+        raise SelectionError(f"several modules are called {twice[0]!r}: rename the child that has a dot in its name")
     return named
 
 
 def _warn_of(skipped: list[str]) -> None:
     shown = "; ".join(skipped[:_MOST_SHOWN])
     more = len(skipped) - _MOST_SHOWN
-    text = f"modules that cannot be patched are left out: {shown}" + (
-        f"; and {more} more" if more > 0 else ""
-    )
+    text = f"modules that cannot be patched are left out: {shown}" + (f"; and {more} more" if more > 0 else "")
     warnings.warn(text, ThunderPatchWarning, stacklevel=3)  # at the caller of `select`

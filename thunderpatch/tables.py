@@ -134,10 +134,7 @@ def page(verdict: str, columns: Sequence[Column[R]], rows: Sequence[R], notes: S
     """Build HTML with every column that has something to say."""
     cells = fit(columns, rows, width=1_000_000)
     head = "".join(f"<th>{html.escape(title)}</th>" for title in cells)
-    lines = (
-        "".join(f"<td>{html.escape(text)}</td>" for text in texts)
-        for texts in zip(*cells.values(), strict=True)
-    )
+    lines = ("".join(f"<td>{html.escape(text)}</td>" for text in texts) for texts in zip(*cells.values(), strict=True))
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     grid = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
     items = "".join(f"<li><b>{html.escape(note.kind)}</b> {html.escape(str(note))}</li>" for note in notes)

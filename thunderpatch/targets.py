@@ -70,8 +70,7 @@ def load(
     model, given = made if isinstance(made, tuple) and len(made) == 2 else (made, ())
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"{name} gives a {type(model).__name__}; "
-            "expected a model (nn.Module), or a pair of a model and its inputs"
+            f"{name} gives a {type(model).__name__}; expected a model (nn.Module), or a pair of a model and its inputs"
         )
     args, kwargs = _arguments(given)
     if inputs:
@@ -142,9 +141,7 @@ def _range(spec: str, kind: Callable[[str], Any]) -> tuple[Any, Any]:
     try:
         bottom, top = kind(low), kind(high)
     except ValueError:
-        raise UsageError(
-            f"cannot read the range {low}..{high} of {spec!r} as {kind.__name__} numbers"
-        ) from None
+        raise UsageError(f"cannot read the range {low}..{high} of {spec!r} as {kind.__name__} numbers") from None
     if bottom >= top:
         raise UsageError(f"the range {low}..{high} of {spec!r} is empty")
     return bottom, top
@@ -162,9 +159,7 @@ def _dtype(name: str) -> torch.dtype:
 def _floating(name: str) -> torch.dtype:
     dtype = _dtype(name)
     if not (dtype.is_floating_point or dtype.is_complex):
-        raise UsageError(
-            f"a model cannot be cast to {name}; expected a floating-point dtype such as bfloat16"
-        )
+        raise UsageError(f"a model cannot be cast to {name}; expected a floating-point dtype such as bfloat16")
     return dtype
 
 

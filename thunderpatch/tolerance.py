@@ -104,9 +104,7 @@ class Yardstick:
         if exact is None or moved is None:
             if not (expected.is_floating_point() or expected.is_complex()):
                 return Difference(name, _largest(have - want), 0.0)
-            return Difference(
-                name, _largest(have - want), scale * _UNMEASURED.get(expected.dtype, _UNMEASURED_ELSE)
-            )
+            return Difference(name, _largest(have - want), scale * _UNMEASURED.get(expected.dtype, _UNMEASURED_ELSE))
         step = rounding(expected.dtype) * scale
         budget = FACTOR * max(_largest(want - exact), _largest(moved - exact)) + step
         # What eager computes in a value that float64 does not have is no error of eager.

@@ -55,9 +55,7 @@ def grow(model: nn.Module) -> Tree:
             )
         places.append(place)
         prefix = f"{fqn}." if fqn else ""
-        children = [
-            (prefix + name, child, index) for name, child in module._modules.items() if child is not None
-        ]
+        children = [(prefix + name, child, index) for name, child in module._modules.items() if child is not None]
         stack.extend(reversed(children))
     return Tree(places, _with_forward(places))
 

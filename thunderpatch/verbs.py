@@ -28,9 +28,7 @@ def demo(args: argparse.Namespace) -> bool:
 
     with _progress() as progress:
         task = progress.add_task("training as it is, patched, and in float64", total=3 * args.steps)
-        result = compare(
-            args.steps, args.seed, args.device or "cpu", lambda step, loss: progress.advance(task)
-        )
+        result = compare(args.steps, args.seed, args.device or "cpu", lambda step, loss: progress.advance(task))
     _show(result, args)
     return result.ok
 
@@ -40,9 +38,7 @@ def list_modules(args: argparse.Namespace) -> bool:
     modules = thunderpatch.select(target.model, **_selectors(args))
     rows = [(fqn, type(module).__name__, _parameters(module)) for fqn, module in modules.items()]
     if args.json:
-        print(
-            json.dumps([dict(zip(("fqn", "cls", "parameters"), row, strict=True)) for row in rows], indent=2)
-        )
+        print(json.dumps([dict(zip(("fqn", "cls", "parameters"), row, strict=True)) for row in rows], indent=2))
         return True
     columns: tuple[Column[tuple[str, str, int]], ...] = (
         Column("module", lambda row: row[0] or "(model)"),
@@ -154,9 +150,7 @@ def _run_unpatched(target: Target, backward: bool) -> list[Tensor]:
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(
-            f"unpatched, the model raises {type(error).__name__} on its inputs: {error}"
-        ) from error
+        raise UsageError(f"unpatched, the model raises {type(error).__name__} on its inputs: {error}") from error
 
 
 def _run_patched(target: Target, backward: bool) -> list[Tensor]:

@@ -51,9 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("folder", type=Path, help="where results.json and the pictures go")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument(
-        "--only", action="append", choices=sorted({*CPU, *CUDA}), help="one of the measurements"
-    )
+    parser.add_argument("--only", action="append", choices=sorted({*CPU, *CUDA}), help="one of the measurements")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--limit", type=float, default=150.0, help="seconds that a peer gets for one answer")
     parser.add_argument("--minutes", type=float, help="start no further measurement after so long")

@@ -46,10 +46,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         rows = {
-            row: {
-                peer: {**asdict(cell), "median": cell.value, "iqr": cell.spread}
-                for peer, cell in cells.items()
-            }
+            row: {peer: {**asdict(cell), "median": cell.value, "iqr": cell.spread} for peer, cell in cells.items()}
             for row, cells in self.cells.items()
         }
         return {"title": self.title, "unit": self.unit, "rows": rows}

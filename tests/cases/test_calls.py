@@ -118,9 +118,7 @@ def test_keyword_only_and_variable_arguments_arrive() -> None:
     torch.testing.assert_close(model["total"](x), x)
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs"), [((1, 2), {}), ((), {}), ((), {"pixel": 1}), ((1,), {"pixels": 1})]
-)
+@pytest.mark.parametrize(("args", "kwargs"), [((1, 2), {}), ((), {}), ((), {"pixel": 1}), ((1,), {"pixels": 1})])
 def test_a_wrong_call_fails_as_in_eager_and_leaves_the_module_compiled(args: Any, kwargs: Any) -> None:
     class Tower(nn.Module):
         def forward(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -51,9 +51,7 @@ def test_checkpointing_recomputes_the_same_cold_and_warm(by_keyword: bool) -> No
     def run(recompute: bool) -> list[torch.Tensor]:
         torch.manual_seed(5)
         call = block if not by_keyword else lambda x: block(x=x)
-        return gradients(
-            block, lambda: (checkpoint(call, x, use_reentrant=False) if recompute else call(x)).sum()
-        )
+        return gradients(block, lambda: (checkpoint(call, x, use_reentrant=False) if recompute else call(x)).sum())
 
     for _ in range(2):
         torch.testing.assert_close(run(recompute=True), run(recompute=False))
@@ -68,9 +66,7 @@ def test_checkpointed_segments_of_patched_blocks_equal_eager(reentrant: bool) ->
     for each in (model, twin):
         x = torch.ones(3, 6, requires_grad=True)
         found.append(
-            gradients(
-                each, lambda m=each, x=x: checkpoint_sequential(m, 2, x, use_reentrant=reentrant).pow(2).sum()
-            )
+            gradients(each, lambda m=each, x=x: checkpoint_sequential(m, 2, x, use_reentrant=reentrant).pow(2).sum())
         )
     torch.testing.assert_close(found[0], found[1])
 
@@ -180,9 +176,7 @@ def test_a_hessian_vector_product_equals_eager_or_is_refused() -> None:
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize(
-    "act", [nn.ReLU(inplace=True), nn.Hardtanh(-0.1, 0.1, inplace=True), nn.SiLU(inplace=True)]
-)
+@pytest.mark.parametrize("act", [nn.ReLU(inplace=True), nn.Hardtanh(-0.1, 0.1, inplace=True), nn.SiLU(inplace=True)])
 def test_an_inplace_activation_shows_its_write_and_keeps_the_gradient(act: nn.Module) -> None:
     """Lightning-AI/lightning-thunder#720"""
     model, x = Shown(act), torch.randn(4, 5)

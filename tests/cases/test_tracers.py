@@ -61,9 +61,7 @@ def test_functional_call_and_per_sample_gradients_use_the_parameters_given(model
     thunderpatch.apply(model, types=nn.Linear)
     model(x)
     ones = {name: torch.ones_like(p) for name, p in model.named_parameters()}
-    torch.testing.assert_close(
-        functional_call(model, ones, x), (x.sum(1, keepdim=True) + 1).tanh().expand(5, 4)
-    )
+    torch.testing.assert_close(functional_call(model, ones, x), (x.sum(1, keepdim=True) + 1).tanh().expand(5, 4))
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(parameters: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:

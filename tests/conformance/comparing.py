@@ -21,9 +21,7 @@ def _numbers(tensor: Tensor) -> Tensor:
         tensor = tensor.to_dense()
     if tensor.is_quantized:
         tensor = tensor.dequantize()
-    return (
-        torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
-    )
+    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
 
 
 def _error(a: Tensor, b: Tensor) -> float:
@@ -83,9 +81,7 @@ def differences(expected: Result, got: Result, exact: Callable[[], Result | None
     return found
 
 
-def _differing(
-    part: str, expected: list[Any], got: list[Any], exact: Callable[[], Result | None]
-) -> list[str]:
+def _differing(part: str, expected: list[Any], got: list[Any], exact: Callable[[], Result | None]) -> list[str]:
     found = []
     for index, (want, have) in enumerate(zip(expected, got, strict=True)):
         where = f"{part}[{index}]"

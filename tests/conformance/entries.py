@@ -157,10 +157,7 @@ def _op_samples(op: Any, dtype: torch.dtype, wanted: int) -> Iterator[tuple[str,
 
 
 def op_cases(op: Any, dtype: torch.dtype, count: int) -> Iterator[Case]:
-    calls = [
-        Call(label, (first, *args), dict(kwargs))
-        for label, first, args, kwargs in _op_samples(op, dtype, count)
-    ]
+    calls = [Call(label, (first, *args), dict(kwargs)) for label, first, args, kwargs in _op_samples(op, dtype, count)]
     yield Case("function", fresh_module(op.op), calls)
     if op.method_variant is not None and is_method(op.method_variant):
         own = [call for call in calls if isinstance(call.args[0], Tensor)]
@@ -181,9 +178,7 @@ def inplace_cases(op: Any, dtype: torch.dtype, count: int) -> Iterator[Case]:
 def module_cases(info: Any, dtype: torch.dtype, count: int) -> Iterator[Case]:
     for training in (True, False):
         torch.manual_seed(0)
-        inputs = info.module_inputs_func(
-            info, device="cpu", dtype=dtype, requires_grad=True, training=training
-        )
+        inputs = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
         for index, given in enumerate(spread([i for i in inputs if i.forward_input is not None], count)):
             made, forward = given.constructor_input, given.forward_input
             torch.manual_seed(1)

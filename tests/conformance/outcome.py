@@ -96,9 +96,7 @@ def _comparable(case: Case, outcome: Outcome) -> list[Call]:
         expected, again = _eager(case.only(call), 3), _eager(case.only(call), 4)
         if expected is None or again is None:
             continue
-        if any(
-            "requires_grad" not in difference for difference in differences(expected, again, lambda: None)
-        ):
+        if any("requires_grad" not in difference for difference in differences(expected, again, lambda: None)):
             outcome.random = True
         else:
             found.append(call)
@@ -113,9 +111,7 @@ def _run_case(case: Case, entry: Entry, through: Through, outcome: Outcome) -> N
     # Something is wrong: one by one, to say what.
     for call in calls:
         for fault in _faults(case.only(call), entry, through, outcome):
-            (outcome.raised if "raises" in fault else outcome.wrong).append(
-                f"{case.label}, {call.label}: {fault}"
-            )
+            (outcome.raised if "raises" in fault else outcome.wrong).append(f"{case.label}, {call.label}: {fault}")
     if not outcome.raised and not outcome.wrong:
         outcome.together.append(case.label)
 

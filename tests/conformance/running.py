@@ -67,9 +67,7 @@ def run(case: Case, call: Any, module: nn.Module, cast: torch.dtype | None = Non
     if roots and (leaves or parameters):
         try:
             gradients = list(
-                torch.autograd.grad(
-                    roots, [*leaves, *parameters], [_cotangent(r) for r in roots], allow_unused=True
-                )
+                torch.autograd.grad(roots, [*leaves, *parameters], [_cotangent(r) for r in roots], allow_unused=True)
             )
         except (
             RuntimeError,
