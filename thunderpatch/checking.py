@@ -47,8 +47,8 @@ def check(captured: fx.GraphModule, compiled: Callable[..., Any], inputs: Sequen
     elif not judgement.ok:
         wrong = [str(difference) for difference in judgement.found if not difference.ok]
         more = f", and {len(wrong) - _SHOWN} more values" if len(wrong) > _SHOWN else ""
-        raise DifferenceError(f"the compiled graph differs from the original: {';
-        '.join(wrong[:_SHOWN])}{more}")
+        shown = "; ".join(wrong[:_SHOWN]) + more
+        raise DifferenceError(f"the compiled graph differs from the original: {shown}")
 
 
 class _Graph:
