@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from .calls import Inputs, handed_over
 from .copying import Storages, move
+from .dispatch import CompileFailure
 from .errors import DifferenceError
 from .graphs import placeholders
 from .judging import judge
@@ -30,7 +31,7 @@ _SHOWN = 3
 
 
 def check(captured: fx.GraphModule, compiled: Callable[..., Any], inputs: Sequence[Any], owner: str) -> None:
-    """Raise `DifferenceError` if `compiled` does not do what `captured` does to `inputs`.
+    """Raise `CompileFailure`, with its cause, if `compiled` does not do what `captured` does to `inputs`.
 
     Inputs, gradients and random state are as before. Tolerances are those of `verify`. A graph whose random
     numbers cannot be compared is logged, and let through.
@@ -41,14 +42,20 @@ def check(captured: fx.GraphModule, compiled: Callable[..., Any], inputs: Sequen
     except Exception:  # no gradient can be had, or the inputs are wrong: then it raises again
         subject.backward = False
         original = subject.original()
-    judgement = judge(subject, original, subject.run(compiled), Yardstick())
+    try:
+        outcome = subject.run(compiled)
+    except CompileFailure:
+        raise
+    except Exception as error:
+        raise CompileFailure from error
+    judgement = judge(subject, original, outcome, Yardstick())
     if not judgement.comparable:
         log.warning("%s: a graph was not checked: %s", owner, judgement.note)
     elif not judgement.ok:
         wrong = [str(difference) for difference in judgement.found if not difference.ok]
         more = f", and {len(wrong) - _SHOWN} more values" if len(wrong) > _SHOWN else ""
         shown = "; ".join(wrong[:_SHOWN]) + more
-        raise DifferenceError(f"the compiled graph differs from the original: {shown}")
+        raise CompileFailure from DifferenceError(f"the compiled graph differs from the original: {shown}")
 
 
 class _Graph:

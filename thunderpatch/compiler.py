@@ -70,7 +70,7 @@ class Graph:
             before = Snapshot(inputs, several=len(self.partitions) > 1)
             try:
                 if self.options.check and not self.eager:
-                    self._check(call, inputs)
+                    check(self.gm, call, inputs, self.owner)
                 result = call(*inputs)
             except CompileFailure as failure:
                 before.put_back()
@@ -79,14 +79,6 @@ class Graph:
                 result = call(*inputs)
             self.call = call
             return result
-
-    def _check(self, call: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
-        try:
-            check(self.gm, call, inputs, self.owner)
-        except CompileFailure:
-            raise
-        except Exception as error:
-            raise CompileFailure from error
 
     def _compile(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:
         began = time.perf_counter()
