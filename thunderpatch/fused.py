@@ -21,10 +21,11 @@ def warn_where_never_called(model: nn.Module, targets: Mapping[str, nn.Module]) 
 def why_never_called(model: nn.Module, fqn: str) -> str | None:
     """Return why the module at `fqn` may not be called, as far as that can be seen from the modules above it."""
     above: nn.Module | None = model
+    reason = None
     for part in filter(None, fqn.split(".")):
         if isinstance(above, nn.MultiheadAttention) and part == "out_proj":
             return "nn.MultiheadAttention reads its weight and never calls it"
         if isinstance(above, nn.TransformerEncoderLayer):
-            return "nn.TransformerEncoderLayer skips it on its fused fast path (eval mode, no gradients)"
+            reason = "nn.TransformerEncoderLayer skips it on its fused fast path (eval mode, no gradients)"
         above = above._modules.get(part) if above is not None else None
-    return None
+    return reason
