@@ -143,8 +143,9 @@ def specialise(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
             continue
         if node in known:
             continue
-        numbers = all(n in known for n in node.all_input_nodes)
-        if node.op == "call_function" and node.all_input_nodes and numbers:
+        # A number made of numbers. What makes a tensor of them (arange, rand) stays an operation.
+        number = isinstance(example(node), (*SYMBOLS, bool, int, float))
+        if node.op == "call_function" and number and all(n in known for n in node.all_input_nodes):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: known[n])
             known[node] = node.target(*args, **kwargs)
             continue
