@@ -50,6 +50,24 @@ def test_a_note_on_many_modules_names_the_first_and_the_last() -> None:
     assert str(Note("split", names[:3], "no index_put")) == "blocks.0, blocks.1, blocks.2: no index_put"
 
 
+def test_notes_on_the_same_modules_stand_under_one_heading() -> None:
+    notes = [Note("split", ["a", "b"], "no cat"), Note("split", ["a", "b"], "no pad"), Note("eager", ["a"], "why")]
+    lines = plain(screen("verdict", COLUMNS, [], notes, 80)).splitlines()
+    assert lines[2:] == ["split  a, b:", "       - no cat", "       - no pad", "eager  a: why"]
+
+
+def test_a_note_shows_the_first_line_of_its_text() -> None:
+    note = Note("recompiled", ["a"], "x.size()[0] == 4     # in forward\nUser stack trace:\n  File ...")
+    assert str(note) == "a: x.size()[0] == 4 # in forward"
+
+
+def test_names_fold_only_where_the_columns_have_no_room() -> None:
+    name = "model.layers.0.post_attention_layernorm"
+    rows = [(name, "LlamaRMSNorm", "2")]
+    assert fit(COLUMNS, rows, 80)["module"] == [name]
+    assert fit(COLUMNS, rows, 58)["module"] == ["model.layers.0.\n  post_attention_layernorm"]
+
+
 def test_html_shows_every_column_and_escapes_what_it_shows() -> None:
     text = page("1 < 2", COLUMNS, [("<a>", "B&C", "3")], [Note("eager", ["<a>"], "x > 0")])
     assert "<td>&lt;a&gt;</td><td>B&amp;C</td><td>3</td>" in text

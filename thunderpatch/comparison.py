@@ -85,7 +85,7 @@ class Comparison:
         yield Text()
         yield table(_LOSSES, self._losses(), options.max_width)
         yield Text(
-            f"Largest difference of all steps: {self.difference:.1e} "
+            f"Largest difference: {self.difference:.1e} "
             f"(allowed: {self.allowed:.1e}, {ALLOWANCE} times the error of float32)\n"
         )
         yield table(_TIMES, [("as it is", self.eager), ("patched", self.patched)], options.max_width)

@@ -161,14 +161,17 @@ class Report:
         """One line: how many modules are compiled, and what the others are."""
         if not self.rows:
             return "no module is patched"
+        routed = sum(row.status is Status.ROUTED and 0 < row.calls == row.compiled_calls for row in self.rows)
         count = Counter(row.status for row in self.rows)
+        count[Status.ROUTED] -= routed  # what is left are those of which nothing runs compiled
         partly = count.pop(Status.PARTLY, 0)
-        compiled = count.pop(Status.COMPILED, 0) + partly
+        compiled = count.pop(Status.COMPILED, 0) + partly + routed
         noun = "module" if len(self.rows) == 1 else "modules"
         line = f"{compiled} of {len(self.rows)} {noun} compiled"
-        if partly:
-            line += f" ({partly} partly by inductor)"
-        others = sorted(count.items(), key=lambda item: ATTENTION[item[0]])
+        parts = [f"{partly} partly by inductor"] if partly else []
+        parts += [f"{routed} with operations routed around thunder"] if routed else []
+        line += f" ({', '.join(parts)})" if parts else ""
+        others = sorted((+count).items(), key=lambda item: ATTENTION[item[0]])
         return "; ".join([line, *(f"{number} {status}" for status, number in others)])
 
     @property

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import html
 import io
+import itertools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -45,12 +46,21 @@ class Note:
     names: Sequence[str]
     text: str
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """The names, shortened where there are many."""
         names = list(self.names)
-        if len(names) > SHOWN_NAMES:
-            names = [*names[: SHOWN_NAMES - 1], "...", names[-1]]
-            return f"{', '.join(names)} ({len(self.names)} modules): {self.text}"
-        return f"{', '.join(names)}: {self.text}"
+        if len(names) <= SHOWN_NAMES:
+            return ", ".join(names)
+        return f"{', '.join([*names[: SHOWN_NAMES - 1], '...', names[-1]])} ({len(names)} modules)"
+
+    @property
+    def brief(self) -> str:
+        """The first line of the text."""
+        return " ".join(self.text.partition("\n")[0].split())
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.brief}"
 
 
 def fold(name: str, width: int) -> str:
@@ -70,23 +80,29 @@ def _width(lines: str) -> int:
 def fit(columns: Sequence[Column[R]], rows: Sequence[R], width: int) -> dict[str, list[str]]:
     """Choose the columns that have something to say and fit into `width` characters side by side.
 
-    Returns the cells by the title of the column. The first column folds where it would take more than two
-    fifths of the width.
+    Returns the cells by the title of the column. Where not all fit, the first column folds at two fifths of the
+    width.
     """
+    cells = {column.title: [column.cell(row) for row in rows] for column in columns}
+    cells = {title: texts for title, texts in cells.items() if any(texts)}
+    if _total_width(cells) <= width:
+        return cells
+    if (names := columns[0].title) in cells:
+        cells[names] = [fold(text, max(24, width * 2 // 5)) for text in cells[names]]
     chosen: dict[str, list[str]] = {}
-    used = -GAP
     for column in sorted(columns, key=lambda column: column.keep):
-        cells = [column.cell(row) for row in rows]
-        if column is columns[0]:
-            cells = [fold(cell, max(24, width * 2 // 5)) for cell in cells]
-        if not any(cells):
+        if column.title not in cells:
             continue
-        needed = GAP + max(map(_width, [column.title, *cells]))
-        if column.keep and used + needed > width:
+        wider = {**chosen, column.title: cells[column.title]}
+        if column.keep and _total_width(wider) > width:
             break
-        chosen[column.title] = cells
-        used += needed
-    return {column.title: chosen[column.title] for column in columns if column.title in chosen}
+        chosen = wider
+    return {title: texts for title, texts in cells.items() if title in chosen}
+
+
+def _total_width(cells: Mapping[str, Sequence[str]]) -> int:
+    lines = ([title, *(line for text in texts for line in text.split("\n"))] for title, texts in cells.items())
+    return sum(GAP + max(map(len, column)) for column in lines) - GAP
 
 
 def table(columns: Sequence[Column[R]], rows: Sequence[R], width: int) -> Table:
@@ -115,8 +131,11 @@ def screen(
         listing = Table.grid(padding=(0, GAP, 0, 0))
         listing.add_column(no_wrap=True)
         listing.add_column(overflow="fold")
-        for note in notes:
-            listing.add_row(Text(note.kind), Text(str(note)))
+        for (kind, where), several in itertools.groupby(notes, key=lambda note: (note.kind, note.where)):
+            texts = [note.brief for note in several]
+            listing.add_row(Text(kind), Text(f"{where}: {texts[0]}" if len(texts) == 1 else f"{where}:"))
+            for text in texts if len(texts) > 1 else ():
+                listing.add_row(Text(), Text(f"- {text}"))
         parts += [Text(), listing]
     return Group(*parts)
 
