@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import threading
 import time
 import weakref
@@ -60,6 +61,7 @@ class Graph:
             ran.graphs.append(this)
             return this.call(*inputs)
 
+        capture.runs_graphs(run)
         return run
 
     def _first_call(self, *inputs: Any) -> Any:
@@ -77,8 +79,25 @@ class Graph:
                 self._fail(failure.__cause__ or failure)
                 call = self.gm.forward
                 result = call(*inputs)
-            self.call = call
+            self.call = self._fused() or call
             return result
+
+    def _fused(self) -> Callable[..., Any] | None:
+        """Return a function without the split graph around it, where that does nothing but call one partition."""
+        if len(self.partitions) != 1 or self.eager:
+            return None
+        nodes = list(self.info.split_graph_module.graph.nodes)
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        calls = [node for node in nodes if node.op == "call_module"]
+        results = nodes[-1].args[0]
+        if len(calls) != 1 or calls[0].kwargs or not all(arg in inputs for arg in calls[0].args):
+            return None
+        parts = [(operator.getitem, (calls[0], k)) for k in range(len(results))]
+        if list(results) != [calls[0]] and [(node.target, node.args) for node in results] != parts:
+            return None
+        if len(nodes) > len(inputs) + 2 + (len(parts) if list(results) != [calls[0]] else 0):
+            return None
+        return self.partitions[0].fused([inputs.index(arg) for arg in calls[0].args], len(inputs), len(results))
 
     def _compile(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:
         began = time.perf_counter()
@@ -156,6 +175,7 @@ class SymbolicGraph:
                 call = table[sizes] = graph.runner()
             return call(*inputs)
 
+        capture.runs_graphs(run)
         return run
 
 

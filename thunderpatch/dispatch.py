@@ -24,6 +24,7 @@ CUDA graphs and streams: thunder's CUDA graph transform lives in the computation
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch
 
-from .autograd import Observed, Recompute, connect, version
+from .autograd import Gradient, Observed, Region, version
 from .options import Options
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -73,11 +74,14 @@ class Partition:
 
     def __init__(self, jitted: Any, original: Callable[..., Any], owner: str, options: Options) -> None:
         self.jitted, self.owner = jitted, owner
-        self.recompute = Recompute(original, owner, options.on_error)
+        self.region = Region(original, owner, options.on_error)
         self.seconds = 0.0
         self.direct = False  # whether calls go straight to the computation
         self._may_be_direct = options.direct
         self._differentiable = jitted._lc_cd.compile_options.get("is_differentiable_outputs")
+        self._gradients: dict[int, Gradient] = {}
+        self._straight: Callable[..., Any] | None = None
+        self._outputs = 0
         self._lock = threading.Lock()
         self._call: Callable[..., Any] = self._first_call
 
@@ -97,33 +101,41 @@ class Partition:
             raise CompileFailure from error
         finally:
             self.seconds += time.perf_counter() - began
-        result, entry, inputs, to_epilogue, raw = self._run(args, first=True)
-        call = self._ordinary
-        if self._may_be_direct and not self.recompute.mutated:
-            call = self._direct(args, entry, inputs, to_epilogue, raw, result) or call
-        self.direct = call != self._ordinary
-        self._call = call
+        observed = Observed(args)
+        result, entry, inputs, to_epilogue, raw = self._run(args, observed)
+        self._call = self._ordinary
+        if self._may_be_direct and not observed.mutated(args):
+            self._straight = self._direct(args, entry, inputs, to_epilogue, raw, result)
+        if self._straight is not None:
+            run, one = self._straight(range(len(args)), len(args)), isinstance(result, torch.Tensor)
+            self._call = (lambda *args: run(*args)[0]) if one else run
+            self._outputs = 1 if one else len(result)
+        self.direct = self._straight is not None
         return result
 
     def _ordinary(self, *args: Any) -> Any:
-        return self._run(args)[0]
+        return self._run(args, None)[0]
 
-    def _run(self, args: Sequence[Any], first: bool = False) -> tuple[Any, ...]:
+    def _run(self, args: Sequence[Any], observed: Observed | None) -> tuple[Any, ...]:
         """Run with thunder's own checks of each call."""
         data = self.jitted._lc_cd
         with self._lock:
             entry, inputs, to_epilogue = data.get_computation_and_inputs(*args)
             grad_mode = data.is_grad_enabled
-        watched = Observed(args) if first else None
+            # thunder keeps several versions where arguments that are written to share storage.
+            gradient = self._gradients.get(id(entry.computation_fn))
+        if entry.backward_fn and gradient is None and observed is None:
+            observed = Observed(args)
         raw = entry.computation_fn(*inputs)
         if entry.backward_fn:
             raw, (saved, others) = raw
-            if watched is not None:
-                self.recompute.learn(args, saved, watched)
-            connect(self.recompute, entry.backward_fn, args, raw, saved, others, self._differentiable)
+            if gradient is None:
+                assert observed is not None
+                gradient = Gradient(self.region, entry.backward_fn, self._differentiable, args, (raw, saved), observed)
+                self._gradients[id(entry.computation_fn)] = gradient
+            with torch.enable_grad():
+                gradient.connect(args, raw, saved, others)
             raw = raw["output"]
-        elif watched is not None:
-            self.recompute.learn(args, (), watched)
         result = entry.epilogue_fn(*to_epilogue, *raw)
         torch.set_grad_enabled(grad_mode)
         return result, entry, inputs, to_epilogue, raw
@@ -131,34 +143,90 @@ class Partition:
     def _direct(
         self, args: Sequence[Any], entry: Any, inputs: Any, to_epilogue: Any, raw: Any, result: Any
     ) -> Callable[..., Any] | None:
-        """Return a function that calls the computation itself, or None where it is not certain to be the same."""
+        """Return what makes functions that call the computation itself; None where that may not be the same."""
         stats = self.jitted._lc_cs
         if len(stats.interpreter_cache) != 1 or to_epilogue:
             return None
         if not all(type(arg) in _PLAIN for arg in args):
             return None
-        order = [next((i for i, arg in enumerate(args) if arg is value), None) for value in inputs]
+        order = [_place(value, args) for value in inputs]
         if None in order or not _gives_back(result, raw):
             return None
-        pick = _picker(order, len(args))
-        computation, backward = entry.computation_fn, entry.backward_fn
-        one = isinstance(result, torch.Tensor)
-        if backward is None:
+        if entry.backward_fn is not None and not torch.is_grad_enabled():
+            return None
+        gradient = self._gradients.get(id(entry.computation_fn))
+        return functools.partial(_straight, _bare(entry.computation_fn), gradient, order)
 
-            def direct(*args: Any) -> Any:
-                out = computation(*pick(args))
-                return out[0] if one else out
+    def fused(self, given: Sequence[int], count: int, outputs: int) -> Callable[..., Any] | None:
+        """Return a function for a whole graph that does nothing but call this partition, once that has run directly.
 
-            return direct
-        recompute, differentiable = self.recompute, self._differentiable
+        The graph has `count` inputs, argument `i` of the partition is input `given[i]`, and the graph returns the
+        partition's `outputs` outputs in their order.
+        """
+        if self._straight is None or self._outputs != outputs:
+            return None
+        return self._straight(given, count)  # type: ignore[no-any-return]
 
-        def direct_with_gradient(*args: Any) -> Any:
-            data, (saved, others) = computation(*pick(args))
-            connect(recompute, backward, args, data, saved, others, differentiable)
-            out = data["output"]
-            return out[0] if one else out
 
-        return direct_with_gradient
+def _place(value: Any, among: Sequence[Any]) -> int | None:
+    return next((i for i, other in enumerate(among) if other is value), None)
+
+
+def _straight(
+    computation: Callable[..., Any],
+    gradient: Gradient | None,
+    order: Sequence[int],
+    given: Sequence[int],
+    count: int,
+) -> Callable[..., Any]:
+    """Return a function of `count` inputs that runs a computation and returns its outputs, as a tuple.
+
+    The computation takes the arguments at `order`; argument `i` is the input at `given[i]`.
+    """
+    pick = _picker([given[i] for i in order], count)
+    if gradient is None:
+        if pick is _as_they_are:
+            return computation
+
+        def run(*inputs: Any) -> Any:
+            return computation(*pick(inputs))
+
+        return run
+    connect, arguments = gradient.connect, _picker(given, count)
+
+    def run_with_gradient(*inputs: Any) -> Any:
+        data, (saved, others) = computation(*pick(inputs))
+        connect(arguments(inputs), data, saved, others)
+        return data["output"]
+
+    return run_with_gradient
+
+
+def _bare(computation: Callable[..., Any]) -> Callable[..., Any]:
+    """Return thunder's generated function without the wrappers around it, where they have nothing to do.
+
+    They switch gradients off and autocast off. The state of both is guarded by Dynamo and
+    part of what a graph is found by, so that it is now what it will be at each call.
+    """
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        return computation
+    bare: Any = computation
+    while hasattr(bare, "__wrapped__"):
+        bare = bare.__wrapped__
+    if not getattr(getattr(bare, "__code__", None), "co_filename", "").startswith("thunder."):
+        return computation  # not what thunder generates
+    if not torch.is_grad_enabled():
+        return bare  # type: ignore[no-any-return]
+    set_grad_enabled = torch._C._set_grad_enabled
+
+    def without_gradients(*args: Any) -> Any:
+        set_grad_enabled(False)
+        try:
+            return bare(*args)
+        finally:
+            set_grad_enabled(True)
+
+    return without_gradients
 
 
 def _gives_back(result: Any, raw: Any) -> bool:
@@ -170,10 +238,14 @@ def _gives_back(result: Any, raw: Any) -> bool:
     )
 
 
-def _picker(order: Sequence[Any], count: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def _picker(order: Sequence[int], count: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
     if list(order) == list(range(count)):
-        return lambda args: args
+        return _as_they_are
     if len(order) == 1:
         only = order[0]
         return lambda args: (args[only],)
     return itemgetter(*order) if order else lambda args: ()
+
+
+def _as_they_are(args: Sequence[Any]) -> Sequence[Any]:
+    return args

@@ -100,6 +100,11 @@ def _rounded_division(node: fx.Node) -> bool:
     return op_name(node) in ("div", "divide") and node.kwargs.get("rounding_mode") is not None and needs_grad(node)
 
 
+def _power(node: fx.Node) -> bool:
+    exponent = argument(node, 1, "exponent")
+    return op_name(node) == "pow" and needs_grad(node) and (exponent == 0 or isinstance(exponent, fx.Node))
+
+
 def _relu(node: fx.Node) -> bool:
     return op_name(node) == "relu" and needs_grad(node)
 
@@ -140,6 +145,10 @@ QUIRKS: tuple[Quirk, ...] = (
         "thunder's gradient of copysign lacks the sign's and is wrong at zero and NaN",
     ),
     Quirk("atan2", _graded("atan2", "arctan2"), "thunder's gradient of atan2 is NaN at the origin"),
+    Quirk("sigmoid", _graded("sigmoid"), "thunder's gradient of sigmoid is NaN below about -88"),
+    Quirk("pow", _power, "thunder's gradient of x ** 0 is NaN at zero"),
+    Quirk("take_along_dim", _graded("take_along_dim"), "thunder's gradient fails on negative indices"),
+    Quirk("atleast_3d", lambda node: op_name(node) == "atleast_3d", "thunder leaves tensors of a sequence as they are"),
     Quirk("max", _graded("max"), "thunder's gradient of max is NaN everywhere when one input is"),
     Quirk("index_put", _graded("index_put"), "thunder loses gradients of index_put"),
     Quirk(

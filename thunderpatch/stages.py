@@ -22,16 +22,25 @@ def find_stage(graphs: Iterable[Graph], agrees: Callable[[], bool]) -> str:
     executor alone, everything as it is. The graphs are afterwards as before.
     """
     graphs = list(graphs)
+    partitions = [partition for graph in graphs if _by_inductor(graph) for partition in graph.partitions]
     stages: list[tuple[str, contextlib.AbstractContextManager[None]]] = [
         (CAPTURE, _instead("call", ((graph, graph.gm.forward) for graph in graphs))),
-        (INDUCTOR, _instead("_call", ((p, p.recompute.original) for g in graphs for p in g.partitions))),
+        (INDUCTOR, _instead("_call", ((partition, partition.region.original) for partition in partitions))),
         (TRACE, _instead("call", ((graph, _by_torch_alone(graph)) for graph in graphs))),
     ]
+    if not partitions:
+        del stages[1]
     for stage, context in stages:
         with context:
             if not agrees():
                 return stage
     return EXECUTORS
+
+
+def _by_inductor(graph: Graph) -> bool:
+    """Whether a part of the graph is inductor's."""
+    parts = graph.info.submodule_to_compiled_functions.values() if graph.info is not None else ()
+    return any(part.compiler.name != "THUNDER" for part in parts)
 
 
 def _by_torch_alone(graph: Graph) -> Callable[..., Any]:
