@@ -18,15 +18,18 @@ from .errors import (
     ThunderPatchWarning,
     UnsupportedEnvironmentError,
 )
+from .gains import Benchmark
 from .numerics import verify
 from .observe import report
 from .patching import Patch, apply, disabled, is_patched, patched, restore, thunderfx
 from .selection import select
+from .timing import benchmark
 from .verification import Verification
 
 __all__ = [
     "AlreadyPatchedError",
     "ArgumentError",
+    "Benchmark",
     "CompileError",
     "DifferenceError",
     "Patch",
@@ -36,6 +39,7 @@ __all__ = [
     "UnsupportedEnvironmentError",
     "Verification",
     "apply",
+    "benchmark",
     "disabled",
     "find_culprits",
     "is_patched",
