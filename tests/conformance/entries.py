@@ -32,7 +32,7 @@ class Call:
 
 @dataclass
 class Case:
-    """A module and the calls that one run of it makes; ``non_leaf`` hands over first arguments with a history."""
+    """A module and the calls that one run of it makes; ``non_leaf`` gives first arguments a history."""
 
     label: str
     module: nn.Module
@@ -62,7 +62,7 @@ class Entry:
 class OpModule(nn.Module):
     """An op as a module of its own, which calls it once for each of a list of arguments.
 
-    Compiling is what costs: a graph with all samples of an op takes hardly longer than one with a single sample.
+    Compiling is what costs: a graph with all samples of an op takes hardly longer than with one.
     """
 
     def __init__(self, op: Callable[..., Any]) -> None:
@@ -112,13 +112,13 @@ def spread(items: list[Any], count: int) -> list[Any]:
 
 
 def special_values(tensor: Tensor) -> Tensor:
-    """A copy with zeros, NaN and infinities strewn in; what is not floating point stays as it is."""
+    """A copy with zeros, NaN, infinities and large numbers strewn in; what is not floating point stays as it is."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
         return tensor
     changed = tensor.detach().clone(memory_format=torch.contiguous_format)
-    values = [0.0, float("nan"), float("inf"), -float("inf"), -0.0]
+    values = [0.0, float("nan"), float("inf"), -float("inf"), -0.0, 200.0, -200.0]
     flat = changed.view(-1)
-    for position, value in zip(range(0, flat.numel(), max(1, flat.numel() // 5)), itertools.cycle(values)):
+    for position, value in zip(range(0, flat.numel(), max(1, flat.numel() // 7)), itertools.cycle(values)):
         flat[position] = value
     return changed.requires_grad_(tensor.requires_grad)
 

@@ -21,7 +21,7 @@ class Result:
     gradients: list[Tensor | None] | str
     inputs: list[Tensor]
     buffers: list[Tensor]
-    identities: list[Any]
+    identities: list[set[int]]  # per output, the inputs that it is; then those whose memory it shares
 
 
 def _cotangent(tensor: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ def run(case: Case, call: Any, module: nn.Module, cast: torch.dtype | None = Non
         else:
             outputs = pytree.tree_leaves(call(*calls[0][0], **calls[0][1]))
     returned = [o for o in outputs if isinstance(o, Tensor)]
-    identities = [[o is g for g in given] for o in returned]
-    identities += [[_same_storage(o, g) for g in given] for o in returned]
+    identities = [{i for i, g in enumerate(given) if o is g} for o in returned]
+    identities += [{i for i, g in enumerate(given) if _same_storage(o, g)} for o in returned]
     gradients: Any = []
     # What was mutated is a result as well: its history must be right.
     roots = [t for t in [*returned, *(given if case.non_leaf else [])] if t.requires_grad]

@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from thunderpatch import compat, quirks
+from thunderpatch.quirks import EAGER, IN_PLACE, INDUCTOR, QUIRKS, THUNDER, Route, reroute
+
+NAN = float("nan")
+
+
+def given(*values: float) -> Tensor:
+    return torch.tensor(values, requires_grad=True)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, requires_grad=grad)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A function that raw thunderfx gets wrong on these inputs."""
+
+    function: Callable[..., Any]
+    inputs: Callable[[], tuple[Tensor, ...]]
+
+
+COMPLEX = torch.complex64
+EVIDENCE: dict[str, Evidence] = {
+    "complex gradient": Evidence(lambda x: x * x, lambda: (normal(3, dtype=COMPLEX),)),
+    "empty tensor": Evidence(lambda x: x.chunk(2)[0] * 2, lambda: (normal(0, 3),)),
+    "unknown factory": Evidence(lambda x: torch.linspace(0, 1, 3) * x, lambda: (normal(3),)),
+    "loss over classes": Evidence(
+        lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
+        lambda: (normal(4, 3), torch.tensor([0, -100, 2, 1])),
+    ),
+    "instance_norm statistics": Evidence(
+        lambda x, mean, var: F.instance_norm(x, mean, var),
+        lambda: (normal(2, 3, 5), torch.zeros(3), torch.ones(3)),
+    ),
+    "interpolate nearest": Evidence(lambda x: F.interpolate(x, scale_factor=0.6), lambda: (normal(1, 1, 4),)),
+    "rounded division": Evidence(
+        lambda x, y: torch.div(x, y, rounding_mode="floor"), lambda: (given(1.0, 5.0), given(0.0, 2.0))
+    ),
+    "prod": Evidence(lambda x: x.prod(), lambda: (given(0.0, 2.0),)),
+    "clamp": Evidence(lambda x: x.clamp(0.0, 1.0), lambda: (given(0.0, 1.0),)),
+    "copysign": Evidence(torch.copysign, lambda: (given(1.0), given(-1.0))),
+    "atan2": Evidence(torch.atan2, lambda: (given(0.0), given(0.0))),
+    "sigmoid": Evidence(torch.sigmoid, lambda: (given(-100.0),)),
+    "pow": Evidence(lambda x: x**0, lambda: (given(0.0, 1.0),)),
+    "take_along_dim": Evidence(
+        lambda x, i: torch.take_along_dim(x, i, 0), lambda: (given(1.0, 2.0), torch.tensor([-1]))
+    ),
+    "atleast_3d": Evidence(lambda x, y: torch.atleast_3d((x, y)), lambda: (normal(2, 2), normal(2))),
+    "max": Evidence(lambda x: x.max(), lambda: (given(1.0, NAN, 2.0),)),
+    "index_put": Evidence(
+        lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True),
+        lambda: (normal(3), torch.tensor([0, 1]), normal(2)),
+    ),
+    "piecewise constant": Evidence(torch.floor, lambda: (normal(3),)),
+    "diagonal": Evidence(torch.diagonal, lambda: (normal(3, 3),)),
+    "relu of NaN": Evidence(F.relu, lambda: (given(NAN, 1.0),)),
+}
+# The tracer of thunder takes minutes to say that it lacks this method.
+TOLD_OTHERWISE = {"broadcast_to"}
+
+NEAR_MISSES: dict[str, Evidence] = {
+    "a complex value without a gradient": Evidence(lambda x: x * x, lambda: (normal(3, dtype=COMPLEX, grad=False),)),
+    "a loss over a batch of classes": Evidence(F.cross_entropy, lambda: (normal(4, 3), torch.tensor([0, 1, 2, 1]))),
+    "a loss against probabilities": Evidence(
+        lambda x, y: F.cross_entropy(x, y), lambda: (normal(4, 3, 5), torch.rand(4, 3, 5))
+    ),
+    "instance_norm without statistics": Evidence(F.instance_norm, lambda: (normal(2, 3, 5),)),
+    "batch_norm with statistics": Evidence(
+        lambda x, mean, var: F.batch_norm(x, mean, var, training=True),
+        lambda: (normal(2, 3, 5), torch.zeros(3), torch.ones(3)),
+    ),
+    "interpolate to twice the size": Evidence(lambda x: F.interpolate(x, scale_factor=2.0), lambda: (normal(1, 1, 4),)),
+    "plain division": Evidence(torch.div, lambda: (normal(3), given(1.0, 2.0, 3.0))),
+    "clamp without a gradient": Evidence(lambda x: x.clamp(0.0, 1.0), lambda: (normal(3, grad=False),)),
+    "a square": Evidence(lambda x: x**2, lambda: (normal(3),)),
+    "amax": Evidence(lambda x: x.amax(), lambda: (normal(3),)),
+    "relu without a gradient": Evidence(F.relu, lambda: (normal(3, grad=False),)),
+    "an in-place op on a value of the graph": Evidence(lambda x: (x * 2).relu_(), lambda: (normal(3),)),
+    "a counter": Evidence(lambda x, n: x * n.add_(1), lambda: (normal(3), torch.zeros(()))),
+    "a change of an input without a gradient": Evidence(lambda x: x.mul_(2), lambda: (normal(3, grad=False),)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> None:
+    torch._dynamo.reset()
+
+
+def captured(function: Callable[..., Any], *inputs: Any) -> tuple[list[Route], fx.GraphModule]:
+    """Return the routes of the one graph that Dynamo captures of a function, and the graph as edited."""
+    compat.load_thunder()
+    found: list[tuple[list[Route], fx.GraphModule]] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        with compat.backend_context():
+            found.append((reroute(gm), gm))
+        gm.recompile()
+        return gm.forward
+
+    torch.compile(function, backend=backend)(*inputs)
+    assert len(found) == 1
+    return found[0]
+
+
+def raw(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile as thunderfx does."""
+    compat.load_thunder()
+    from thunder.dynamo import ThunderCompiler
+
+    compiler = ThunderCompiler()
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        with compat.backend_context():
+            return compiler(gm, inputs)
+
+    return torch.compile(function, backend=backend)
+
+
+def facts(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Any]:
+    """Return what a run shows: outputs, whether they need and share, gradients, inputs afterwards."""
+    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    passed = [x * 1 if x.requires_grad else x for x in leaves]
+    out = function(*passed)
+    outputs = [out] if isinstance(out, Tensor) else list(out)
+    shown: list[Any] = [[o.requires_grad for o in outputs], [o.shape for o in outputs]]
+    shown.append([[o.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for x in passed] for o in outputs])
+    roots = [o for o in [*outputs, *passed] if o.requires_grad]
+    wanted = [x for x in leaves if x.requires_grad]
+    total = sum((o.abs() if o.is_complex() else o).sum() for o in roots)
+    gradients = torch.autograd.grad(total, wanted) if roots else ()
+    return [*shown, *(x.detach() for x in [*outputs, *passed, *gradients])]
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    if len(a) != len(b) or a[:3] != b[:3]:
+        return False
+    return all(torch.allclose(x, y, equal_nan=True) for x, y in zip(a[3:], b[3:], strict=True))
+
+
+def raw_is_right(evidence: Evidence) -> bool:
+    torch.manual_seed(0)
+    inputs = evidence.inputs()
+    expected = facts(evidence.function, inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return same(expected, facts(raw(evidence.function), inputs))
+        except Exception:
+            return False
+
+
+def test_each_quirk_has_evidence() -> None:
+    assert {quirk.name for quirk in QUIRKS} == {*EVIDENCE, *TOLD_OTHERWISE}
+
+
+@pytest.mark.parametrize("name", EVIDENCE)
+def test_the_fault_is_still_in_thunder(name: str) -> None:
+    """Fails on the day that thunder is right: then the quirk goes."""
+    assert not raw_is_right(EVIDENCE[name]), f"thunder has {name!r} right now: take it off the list"
+
+
+def test_thunder_still_lacks_the_method_broadcast_to() -> None:
+    compat.load_thunder()
+    from thunder.core.proxies import TensorProxy
+    from thunder.torch.langctx import torchctx
+
+    assert not torchctx.has_method("broadcast_to") and not hasattr(TensorProxy, "broadcast_to")
+
+
+@pytest.mark.parametrize("name", [n for n in EVIDENCE if n != "relu of NaN"])
+def test_what_thunder_gets_wrong_goes_to_inductor(name: str) -> None:
+    evidence = EVIDENCE[name]
+    routes, _ = captured(evidence.function, *evidence.inputs())
+    assert name in {route.quirk for route in routes}
+    assert {route.target for route in routes} == {INDUCTOR}
+
+
+def test_a_method_goes_where_its_function_goes() -> None:
+    assert [r.quirk for r in captured(lambda x: x.clip(0.0, 1.0), normal(3))[0]] == ["clamp"]
+    assert [r.quirk for r in captured(lambda x: torch.clamp(x, 0.0, 1.0), normal(3))[0]] == ["clamp"]
+    assert [r.quirk for r in captured(lambda x: x.broadcast_to((2, 3)), normal(3))[0]] == ["broadcast_to"]
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_what_thunder_gets_right_stays(name: str) -> None:
+    evidence = NEAR_MISSES[name]
+    assert captured(evidence.function, *evidence.inputs())[0] == []
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_what_stays_is_right_in_raw_thunder(name: str) -> None:
+    if name != "an in-place op on a value of the graph":  # its relu is spelled out, for NaN
+        assert raw_is_right(NEAR_MISSES[name])
+
+
+IN_PLACE_ON_INPUT = {
+    "method": lambda x: x.relu_(),
+    "flag": lambda x: F.relu(x, inplace=True),
+    "positional flag": lambda x: F.elu(x, 1.0, True),
+    "augmented": lambda x: x.__imul__(2),
+    "item": lambda x: x.__setitem__(0, 0.0),
+    "view": lambda x: x.view(-1).mul_(2),
+    "out": lambda x: torch.mul(x.detach(), 2, out=x.detach()),
+    "copy": lambda x: x.copy_(x * 2),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE_ON_INPUT)
+def test_a_changed_input_with_a_gradient_makes_the_graph_eager(name: str) -> None:
+    function = IN_PLACE_ON_INPUT[name]
+
+    def changed(x: Tensor) -> Tensor:
+        function(x)
+        return x * 3
+
+    routes, gm = captured(changed, normal(3) * 1)
+    assert [(route.quirk, route.node, route.target) for route in routes] == [(IN_PLACE, "", EAGER)]
+    assert "outside_thunder" not in gm.code
+
+
+def test_a_changed_input_is_still_wrong_in_thunder() -> None:
+    assert not raw_is_right(Evidence(lambda x: F.relu(x, inplace=True), lambda: (normal(8),)))
+
+
+def test_a_buffer_that_takes_a_graded_value_makes_the_graph_eager() -> None:
+    routes, _ = captured(lambda x, b: b.copy_(x) * 2, normal(3), torch.zeros(3))
+    assert [route.target for route in routes] == [EAGER]
+
+
+def test_a_change_under_no_grad_of_what_has_a_gradient_makes_the_graph_eager() -> None:
+    def halved(x: Tensor) -> Tensor:
+        h = x * 2
+        with torch.no_grad():
+            h.mul_(0.5)
+        return h * 3
+
+    assert [route.target for route in captured(halved, normal(3))[0]] == [EAGER]
+
+
+SEAMS = {
+    "made by inductor, changed by thunder": lambda x: torch.sinc(x).relu_(),
+    "changed under another name": lambda x: _scaled_view(x * 2),
+    "returned under two names": lambda x: _both(x * 2),
+}
+
+
+def _scaled_view(h: Tensor) -> Tensor:
+    h.view(-1).mul_(2)
+    return h * 3
+
+
+def _both(h: Tensor) -> tuple[Tensor, Tensor]:
+    return h, F.relu(h, inplace=True)
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_a_value_changed_across_a_seam_goes_to_inductor_as_a_whole(name: str) -> None:
+    routes, _ = captured(SEAMS[name], normal(3, 3))
+    assert {(route.quirk, route.target) for route in routes} == {(IN_PLACE, INDUCTOR)}
+    assert len(routes) >= 2
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_a_value_changed_across_a_seam_is_still_wrong_in_thunder(name: str) -> None:
+    assert not raw_is_right(Evidence(SEAMS[name], lambda: (normal(3, 3),)))
+
+
+def test_relu_with_a_gradient_stays_in_thunder_in_other_words() -> None:
+    for function in (F.relu, lambda x: x.relu(), lambda x: F.relu(x * 1, inplace=True)):
+        torch._dynamo.reset()
+        x = given(NAN, 0.0, -1.0, 2.0)
+        routes, gm = captured(function, x)
+        assert routes == [] and "relu" not in gm.code.replace("relu =", "")
+        torch.testing.assert_close(gm(x)[0], F.relu(x), equal_nan=True)
+        torch.testing.assert_close(
+            torch.autograd.grad(gm(x)[0].sum(), x), torch.autograd.grad(F.relu(x).sum(), x), equal_nan=True
+        )
+
+
+def test_an_edited_graph_computes_what_it_did() -> None:
+    def mixed(x: Tensor) -> Tensor:
+        return torch.sigmoid(x).clamp(0.2, 0.7).prod() + x.max()
+
+    x = normal(4)
+    routes, gm = captured(mixed, x)
+    assert [route.quirk for route in routes] == ["sigmoid", "clamp", "prod", "max"]
+    assert gm.code.count("outside_thunder") >= 4
+    torch.testing.assert_close(gm(x)[0], mixed(x))
+
+
+def test_equal_graphs_stay_equal_after_editing() -> None:
+    def targets() -> list[Any]:
+        return [node.target for node in captured(lambda x: x.sigmoid(), normal(3))[1].graph.nodes]
+
+    first = targets()
+    torch._dynamo.reset()
+    assert [t for t in first if callable(t)] == [t for t in targets() if callable(t)] != []
+
+
+def test_a_route_says_where_and_why() -> None:
+    (route,) = captured(lambda x: x.prod(), given(1.0, 2.0))[0]
+    assert (route.quirk, route.target) == ("prod", INDUCTOR) and route.node
+    assert "NaN" in route.reason
+    assert {quirk.target for quirk in quirks.QUIRKS} == {INDUCTOR, THUNDER}
