@@ -58,8 +58,9 @@ class Snapshot:
     def put_back(self) -> None:
         with torch.no_grad():
             for tensor, before, copy in self._copies:
-                if version(tensor) != before:
-                    tensor.copy_(copy)
+                # batch_norm changes its statistics and does not count that as a write; nor is this one counted.
+                if version(tensor) != before or not torch.equal(tensor, copy):
+                    tensor.data.copy_(copy)
         torch.set_rng_state(self._random)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)

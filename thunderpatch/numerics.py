@@ -19,6 +19,7 @@ from .judging import Judgement, judge, spelled
 from .masks import Masks, again
 from .outcome import Outcome, run
 from .patching import apply, disabled, restore
+from .preserving import preserved
 from .progress import progress
 from .selection import Nested, select
 from .stages import find_stage
@@ -63,6 +64,7 @@ def verify(
         calls = capture_inputs(model, {"": model, **modules}, args, kwargs)
     rows = []
     with (
+        preserved(model),
         _patched(model, modules, thunderfx_options or {}),
         progress("comparing", len(modules) + 1) as advance,
     ):

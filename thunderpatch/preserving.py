@@ -49,7 +49,7 @@ class _State:
         held = [*self._attributes.values(), *self._tables["_buffers"].values()]
         for container, _ in self._contents:
             held += container.values() if type(container) is dict else container
-        self._tensors = [(t, version(t), t.detach().clone()) for t in held if type(t) is Tensor]
+        self._tensors = [(t, t.detach().clone()) for t in held if type(t) is Tensor]
 
     def put_back(self) -> None:
         own = vars(self._module)
@@ -60,9 +60,10 @@ class _State:
             _refill(own[table], content)
         for container, content in self._contents:
             _refill(container, content)
-        for tensor, version, value in self._tensors:
-            if version is None or tensor._version != version:
-                tensor.copy_(value)
+        for tensor, value in self._tensors:
+            # Whether or not it was written to: batch_norm changes its statistics and does not count it as such.
+            # Through `.data`, which is not counted either, so that graphs which saved the tensor stay valid.
+            tensor.data.copy_(value)
 
 
 def version(tensor: Tensor) -> int | None:
