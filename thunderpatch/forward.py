@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,20 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.maybe_current_level
 
 
+@torch.compiler.assume_constant_result
+def _note_inlined(cls: type) -> bool:
+    """Take note, while Dynamo traces, that an outer torch.compile takes in a patched module of this class.
+
+    By class and not by module: whatever Dynamo reads of a module it guards on, and a guard that tells modules apart
+    would make the outer compiler compile equal layers again and again.
+    """
+    inlined_classes.add(cls)
+    return True
+
+
+inlined_classes: weakref.WeakSet[type] = weakref.WeakSet()
+
+
 class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[misc]
     """The proxy: signature, name, docstring, `__self__` and `__wrapped__` are those of the original forward."""
 
@@ -36,6 +51,7 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[misc]
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
+            _note_inlined(type(self._self_module))
             return self.__wrapped__(*args, **kwargs)
         record: Record = self._self_record
         if not record.on or _is_jit_tracing() or _dispatch_modes() or _functorch_level() is not None:

@@ -9,6 +9,7 @@ from torch import nn
 from . import registry
 from .compiler import Graph
 from .errors import ArgumentError
+from .forward import inlined_classes
 from .fused import why_never_called
 from .record import Record
 from .report import Report, Row, Status
@@ -112,8 +113,8 @@ def _routed_eager(record: Record) -> bool:
 
 
 def _uncalled(model: nn.Module, fqn: str, record: Record, above: str | None) -> tuple[Status, str]:
-    if record.inlined:
-        return Status.INLINED, "an outer torch.compile takes the original in"
+    if record.cls in inlined_classes:
+        return Status.INLINED, f"an outer torch.compile takes the originals of {record.cls.__name__} modules in"
     if above is not None:
         return Status.INLINED, f"{above or 'the model'} is patched and compiles it as a part of itself"
     if record.bypassed:

@@ -39,7 +39,6 @@ class Record:
         self.other_calls = 0
         self.other_compiled = 0
         self.bypassed: dict[str, int] = {}
-        self.inlined = 0  # times that an outer torch.compile traced the original
         self.graphs: dict[Graph, None] = {}
         self.reasons: list[str] = []  # why calls ran eager, in words
         self.error: BaseException | None = None  # of the attempt that goes on now
