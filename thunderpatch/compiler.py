@@ -8,6 +8,7 @@ buffers and random state that are untouched.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import operator
@@ -105,7 +106,7 @@ class Graph:
         if any(route.target == "eager" for route in self.routes):
             return self.gm.forward
         try:
-            with backend_context():
+            with backend_context(), _backward_too():
                 call = self._split()
         except Exception as error:
             self._fail(error)
@@ -236,6 +237,18 @@ def _graph_break(gm: fx.GraphModule) -> tuple[str, str] | None:
     stack = getattr(reason, "user_stack", None)
     where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "(unknown)"
     return where, next((line for line in str(reason.reason).splitlines() if line.strip()), "(no reason given)")
+
+
+def _backward_too() -> contextlib.AbstractContextManager[Any]:
+    """Let inductor compile the backward of its parts together with their forward.
+
+    It would wait for the first backward, and a failure there is too late to be answered. The setting is private to
+    the length of a compilation; torch 2.9 has none.
+    """
+    config = torch._functorch.config
+    if not hasattr(config, "force_non_lazy_backward_lowering"):
+        return contextlib.nullcontext()
+    return config.patch(force_non_lazy_backward_lowering=True)  # type: ignore[no-any-return]
 
 
 def _straight(split: fx.GraphModule, parts: dict[str, Any]) -> Callable[..., Any]:
