@@ -24,6 +24,7 @@ from .observe import report
 from .patching import Patch, apply, disabled, is_patched, patched, restore, thunderfx
 from .selection import select
 from .timing import benchmark
+from .tuning import apply_plan, tune
 from .verification import Verification
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "UnsupportedEnvironmentError",
     "Verification",
     "apply",
+    "apply_plan",
     "benchmark",
     "disabled",
     "find_culprits",
@@ -48,5 +50,6 @@ __all__ = [
     "restore",
     "select",
     "thunderfx",
+    "tune",
     "verify",
 ]

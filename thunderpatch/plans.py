@@ -1,25 +1,22 @@
-"""What `tune` found and did: the choice for each module and why, as a handle, a table, and a file."""
+"""What `tune` found: the choice for each module and why, as data that a file can hold."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, ConsoleOptions, RenderResult
 from torch import nn
 
 from .errors import ArgumentError, SelectionError
 from .gains import seconds
-from .patching import Patch, apply
-from .tables import Column, Note, page, plain, screen
+from .tables import Column, Note
 
 ORIGINAL = "original"
 _FORMAT = 1
@@ -70,7 +67,7 @@ class Choice:
         return found[0] if found else 1.0
 
 
-_COLUMNS: tuple[Column[Choice], ...] = (
+COLUMNS: tuple[Column[Choice], ...] = (
     Column("module", lambda row: row.fqn or "(the model itself)"),
     Column("class", lambda row: row.cls, keep=4),
     Column("runs", lambda row: row.candidate, style=lambda row: "" if row.candidate == ORIGINAL else "green"),
@@ -129,96 +126,13 @@ class Plan:
         return [Note(candidate, fqns, text) for (candidate, text), fqns in names.items()]
 
 
-class Tuned:
-    """A handle like `Patch` on what `tune` or `apply_plan` installed, with what was chosen and why.
-
-    Prints as a table. `to_dict()` and `save(path)` keep the plan for `apply_plan`.
-    """
-
-    def __init__(self, plan: Plan, patches: Sequence[Patch]) -> None:
-        self.plan = plan
-        self._patches = list(patches)
-
-    @property
-    def choices(self) -> Sequence[Choice]:
-        return self.plan.choices
-
-    def __getitem__(self, fqn: str) -> Choice:
-        for choice in self.choices:
-            if choice.fqn == fqn:
-                return choice
-        raise KeyError(fqn)
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """The modules that are patched by this handle, by FQN."""
-        return {fqn: module for patch in self._patches for fqn, module in patch.modules.items()}
-
-    def restore(self) -> int:
-        """Put back what this handle installed; return how many that were. Again, it does nothing."""
-        return sum(patch.restore() for patch in reversed(self._patches))
-
-    @contextlib.contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Run the originals for the length of a `with` statement; compiled code is kept."""
-        with contextlib.ExitStack() as stack:
-            for patch in self._patches:
-                stack.enter_context(patch.disabled())
-            yield
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain data."""
-        return self.plan.to_dict()
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, for `apply_plan`."""
-        self.plan.save(path)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._patches))
-
-    def __enter__(self) -> Tuned:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.restore()
-
-    def __str__(self) -> str:
-        return plain(self)
-
-    __repr__ = __str__
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield screen(self.plan.verdict, _COLUMNS, self.choices, self.plan.notes, options.max_width)
-
-    def _repr_html_(self) -> str:
-        return page(self.plan.verdict, _COLUMNS, self.choices, self.plan.notes)
-
-
-def install(model: nn.Module, plan: Plan) -> Tuned:
-    """Patch `model` as planned: all of it, or nothing when some part fails."""
-    patches: list[Patch] = []
-    try:
-        for name, options in plan.candidates.items():
-            fqns = {choice.fqn for choice in plan.choices if choice.candidate == name}
-            if fqns:
-                chosen = {id(model.get_submodule(fqn)) for fqn in fqns}
-                patches.append(apply(model, where=lambda m, _, c=chosen: id(m) in c, nested="all", **options))
-    except BaseException:
-        for patch in reversed(patches):
-            patch.restore()
-        raise
-    return Tuned(plan, patches)
-
-
 def read_plan(data: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> Plan:
     """Turn what `Plan.to_dict` gave back into a plan; `known` are candidates by name.
 
     Raises `ArgumentError` where it is no such thing, or where a candidate's options are not to be found.
     """
     try:
-        if data["format"] != _FORMAT:
-            raise ArgumentError(f"the plan has format {data['format']!r}, this thunderpatch reads {_FORMAT}")
+        written_as = data["format"]
         choices = [_choice(row) for row in data["modules"]]
         stored, made_with = dict(data["candidates"]), dict(data["made_with"])
         backward = bool(data["backward"])
@@ -227,16 +141,17 @@ def read_plan(data: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -
             f"this is no plan of thunderpatch.tune: {type(error).__name__}: {error}; "
             "give what Tuned.to_dict() returned or Tuned.save() wrote"
         ) from error
-    used = {choice.candidate for choice in choices} - {ORIGINAL}
-    candidates = {}
-    for name in sorted(used):
-        options = known.get(name) if stored.get(name) is None else stored[name]
-        if options is None:
-            raise ArgumentError(
-                f"the plan uses the candidate {name!r}, whose options a file cannot hold: "
-                f"give them again, apply_plan(..., candidates={{{name!r}: {{...}}}})"
-            )
-        candidates[name] = options
+    if written_as != _FORMAT:
+        raise ArgumentError(f"the plan has format {written_as!r}, this thunderpatch reads {_FORMAT}")
+    found = {name: known.get(name) if options is None else options for name, options in stored.items()}
+    candidates = {name: options for name, options in found.items() if options is not None}
+    missing = {choice.candidate for choice in choices} - {ORIGINAL} - candidates.keys()
+    if missing:
+        name = min(missing)
+        raise ArgumentError(
+            f"the plan uses the candidate {name!r}, whose options are not in it: "
+            f"give them again, apply_plan(..., candidates={{{name!r}: {{...}}}})"
+        )
     return Plan(choices, candidates, backward, made_with.pop("device", "cpu"), made_with)
 
 

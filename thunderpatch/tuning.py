@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,18 @@ from . import registry
 from .calls import Call
 from .capturing import capture_inputs
 from .compat import load_thunder
+from .contest import Candidates, Contest, only
 from .copying import tensors_in
 from .errors import AlreadyPatchedError, ArgumentError, ThunderPatchError
-from .forward import PatchedForward
-from .numerics import verify
 from .patching import apply
-from .plans import ORIGINAL, Choice, Plan, Trial, Tuned, check_fits, install, read_plan
+from .plans import ORIGINAL, Choice, Plan, check_fits, read_plan
 from .preserving import preserved
 from .progress import progress
 from .selection import Nested, select
-from .stopwatch import Repeated, in_turn, noise, quartiles, ratios
+from .stopwatch import Repeated
+from .tuned import Tuned, install
 
 __all__ = ["apply_plan", "default_candidates", "tune"]
-
-Candidates = Mapping[str, Mapping[str, Any]]
 
 
 def default_candidates(device: str = "cpu") -> dict[str, dict[str, Any]]:
@@ -95,8 +93,8 @@ def tune(
         choices = {fqn: _uncalled(fqn, module) for fqn, module in modules.items() if fqn not in calls}
         with progress("tuning", len(groups)) as advance:
             for group in groups:
-                bench = _Bench(model, modules[group[0]], calls[group[0]], backward)
-                choice = bench.choose(group[0], options, min_run_time)
+                contest = Contest(model, modules[group[0]], calls[group[0]], backward)
+                choice = contest.choose(group[0], options, min_run_time)
                 choices |= {fqn: replace(choice, fqn=fqn) for fqn in group}
                 advance(group[0])
     return install(model, Plan([choices[fqn] for fqn in modules], options, backward, device))
@@ -125,85 +123,6 @@ def apply_plan(
     return install(model, found)
 
 
-@dataclass
-class _Side:
-    """A candidate that compiled: what it is installed by, and how it was measured."""
-
-    proxy: PatchedForward
-    trial: Trial
-
-
-class _Bench:
-    """One module, alone, with its inputs: what runs it fastest?"""
-
-    def __init__(self, model: nn.Module, module: nn.Module, call: Call, backward: bool) -> None:
-        self._model, self._module, self._call, self._backward = model, module, call, backward
-        self._step = Repeated(module, call, backward)
-
-    def choose(self, fqn: str, candidates: Candidates, min_run_time: float) -> Choice:
-        trials: dict[str, Trial] = {}
-        sides: dict[str, _Side] = {}
-        for name, options in candidates.items():
-            try:
-                sides[name] = self._compile(name, options)
-            except ThunderPatchError as error:
-                trials[name] = Trial(name, refused=_first_line(error))
-        original = self._measure(sides, min_run_time)
-        trials |= {name: side.trial for name, side in sides.items()}
-        chosen = ORIGINAL
-        for trial in sorted((t for t in trials.values() if t.gains), key=lambda trial: trial.ratio):
-            wrong = self._wrong(sides[trial.candidate].proxy)
-            if not wrong:
-                chosen = trial.candidate
-                break
-            trials[trial.candidate] = replace(trial, refused=wrong)
-        ordered = [trials[name] for name in candidates]
-        return Choice(fqn, type(self._module).__name__, chosen, _why(chosen, ordered), original, fqn, ordered)
-
-    def _compile(self, name: str, options: Mapping[str, Any]) -> _Side:
-        with apply(self._model, where=lambda m, _: m is self._module, nested="all", **options):
-            proxy = registry.proxy_of(self._module)
-            record = registry.active(self._module)
-            assert proxy is not None and record is not None
-            first = self._step.once()
-            ran_eager = record.compiled_calls == 0
-        return _Side(proxy, Trial(name, first_call=first, refused="ran eager" if ran_eager else ""))
-
-    def _measure(self, sides: Mapping[str, _Side], min_run_time: float) -> float:
-        """Measure the original and all sides in turn; return the seconds of the original."""
-
-        def run(proxy: PatchedForward) -> float:
-            registry.install(self._module, proxy)
-            try:
-                return self._step.seconds()
-            finally:
-                registry.uninstall(self._module)
-
-        self._step.calibrate(min(self._step.once() for _ in range(3)))
-        running = [lambda side=side: run(side.proxy) for side in sides.values()]
-        original, *others = in_turn([self._step.seconds, *running], min_run_time)
-        for side, samples in zip(sides.values(), others, strict=True):
-            slower = ratios(original, samples)
-            side.trial = replace(
-                side.trial,
-                seconds=quartiles(samples)[1],
-                ratio=quartiles(slower)[1],
-                noise=noise(slower),
-            )
-        return quartiles(original)[1]
-
-    def _wrong(self, proxy: PatchedForward) -> str:
-        """Say how the patched module differs from its original; nothing where it does not."""
-        inputs = self._call.fresh()
-        registry.install(self._module, proxy)
-        try:
-            with self._call.modes():
-                found = verify(self._module, *inputs.args, grad=self._backward, **inputs.kwargs)
-        finally:
-            registry.uninstall(self._module)
-        return "" if found.ok else found.verdict
-
-
 def _none_patched(modules: Mapping[str, nn.Module]) -> None:
     for fqn, module in modules.items():
         if registry.active(module) is not None:
@@ -230,7 +149,7 @@ def _grouped(
         step = Repeated(module, call, backward)
         ran: tuple[int, ...] = ()
         try:
-            with apply(model, where=lambda m, _, this=module: m is this, nested="all", **options):
+            with apply(model, where=only(module), nested="all", **options):
                 record = registry.active(module)
                 step.once()
                 ran = tuple(id(graph) for graph in record.graphs) if record is not None else ()
@@ -247,18 +166,3 @@ def _device(model: nn.Module, calls: Mapping[str, Call]) -> str:
 
 def _uncalled(fqn: str, module: nn.Module) -> Choice:
     return Choice(fqn, type(module).__name__, ORIGINAL, "the model did not call it")
-
-
-def _why(chosen: str, trials: Sequence[Trial]) -> str:
-    if chosen != ORIGINAL:
-        ratio = next(trial.ratio for trial in trials if trial.candidate == chosen)
-        return f"takes {ratio:.2f} times as long"
-    measured = [trial for trial in trials if not trial.refused]
-    if not measured:
-        return "no candidate can be used"
-    best = min(measured, key=lambda trial: trial.ratio)
-    return f"the best candidate, {best.candidate!r}, takes {best.ratio:.2f} ±{best.noise:.2f} times as long"
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
