@@ -97,8 +97,10 @@ def nested(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
 class Opaque:
     """Calls an op under a name that thunder's splitter does not know, so that it goes to inductor."""
 
-    def __init__(self, call: Callable[..., Any], name: str) -> None:
-        self.call = call
+    def __init__(self, target: Callable[..., Any] | str) -> None:
+        self.target = target
+        self.call = _method(target) if isinstance(target, str) else target
+        name = target if isinstance(target, str) else str(getattr(target, "__name__", type(target).__name__))
         # The graph's code spells the target by these.
         self.__name__ = f"outside_thunder_{name}"
         self.__qualname__ = self.__name__
@@ -114,9 +116,7 @@ class Opaque:
 @functools.cache
 def opaque(target: Callable[..., Any] | str) -> Opaque:
     """Return the one stand-in for a target; equal graphs stay equal graphs."""
-    if isinstance(target, str):
-        return Opaque(_method(target), target)
-    return Opaque(target, str(getattr(target, "__name__", type(target).__name__)))
+    return Opaque(target)
 
 
 def _method(name: str) -> Callable[..., Any]:
