@@ -79,7 +79,7 @@ def fresh(function: Callable[..., Any]) -> types.FunctionType:
     return _copy(forward)
 
 
-def _copy(function: types.FunctionType, filename: str | None = None) -> types.FunctionType:
+def _copy(function: Any, filename: str | None = None) -> types.FunctionType:
     # The name is new as well: what Dynamo has learnt of sizes that vary (`torch._dynamo.pgo`) it files under a
     # code's file, line and name, and would turn sizes and numbers by which classes differ into symbols.
     old = function.__code__
@@ -100,7 +100,7 @@ class Optimizer:
             settings["recompile_limit"] = _NO_LIMIT
         self._callback: Any = None
         try:
-            context = torch._dynamo.optimize(backend, nopython=fullgraph, **settings)
+            context: Any = torch._dynamo.optimize(backend, nopython=fullgraph, **settings)
             _interpose(context.callback, watch)
         except (AttributeError, TypeError):  # a Dynamo of another build: what torch documents is all there is
             self.compile: Callable[..., Any] = functools.partial(
@@ -139,6 +139,7 @@ class Optimizer:
         return again
 
 
+_types: Any = torch._dynamo.types
 _eval_frame: Any = torch._dynamo.eval_frame
 _STANCE = getattr(_eval_frame, "_stance", None)
 _set_eval_frame: Any = getattr(_eval_frame, "set_eval_frame", None) if _STANCE is not None else None
@@ -199,18 +200,16 @@ class _Convert:
         return result
 
 
-def runs_graphs(run: types.FunctionType) -> None:
+def runs_graphs(run: Any) -> None:
     """Declare a function to be what runs a captured graph: Dynamo shall leave it and all below it alone.
 
     Dynamo puts `torch._dynamo.disable` around what a backend returns, which does the same at each call at the cost of
     several microseconds. A mark on the code object, which C code reads, costs nothing.
     """
-    try:
-        from torch._C._dynamo.eval_frame import set_code_exec_strategy
-        from torch._dynamo.types import FrameAction, FrameExecStrategy
-    except ImportError:  # a Dynamo of another build: its own wrapper stays
+    mark: Any = getattr(_eval_frame, "set_code_exec_strategy", None)
+    if mark is None:  # a Dynamo of another build: its own wrapper stays
         return
-    set_code_exec_strategy(run.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    mark(run.__code__, _types.FrameExecStrategy(_types.FrameAction.SKIP, _types.FrameAction.SKIP))
     _running_graphs.add(run.__code__)
 
 
@@ -248,10 +247,8 @@ def _why_unfit(entry: Any, frame: Any, backend: Any) -> str | None:
 
 def run_this_frame_uncompiled() -> Any:
     """Return Dynamo's answer for a frame that shall run as Python does, this once; its code object stays usable."""
-    from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
-
-    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
-    return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
+    strategy = _types.FrameExecStrategy(_types.FrameAction.SKIP, _types.FrameAction.DEFAULT)
+    return _types.ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
 
 
 class Trail(threading.local):

@@ -139,9 +139,10 @@ class Graph:
         for name, child in split.named_children():
             if name.startswith("thunder_"):
                 original = getattr(captured, name.replace("thunder_", "submod_"))
-                child = Partition(child, original, self.owner, self.options)
-                self.partitions.append(child)
-            parts[name] = child
+                self.partitions.append(Partition(child, original, self.owner, self.options))
+                parts[name] = self.partitions[-1]
+            else:
+                parts[name] = child
         return _straight(split, parts)
 
     def _fail(self, error: BaseException) -> None:

@@ -232,7 +232,7 @@ def train(
         logits = model(windows[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        loss.backward()
         optimizer.step()
         training.losses.append(loss.item())  # also waits for a GPU to finish the step
         training.seconds.append(time.perf_counter() - began)

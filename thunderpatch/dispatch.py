@@ -150,8 +150,8 @@ class Partition:
             return None
         if not all(type(arg) in _PLAIN for arg in args):
             return None
-        order = [_place(value, args) for value in inputs]
-        if None in order or not _gives_back(result, raw):
+        order = [place for value in inputs if (place := _place(value, args)) is not None]
+        if len(order) != len(inputs) or not _gives_back(result, raw):
             return None
         if entry.backward_fn is not None and not torch.is_grad_enabled():
             return None

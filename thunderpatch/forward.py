@@ -26,7 +26,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.maybe_current_level
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _note_inlined(cls: type) -> bool:
     """Take note, while Dynamo traces, that an outer torch.compile takes in a patched module of this class.
 
@@ -40,7 +40,7 @@ def _note_inlined(cls: type) -> bool:
 inlined_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
 
-class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[misc]
+class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
     """The proxy: signature, name, docstring, `__self__` and `__wrapped__` are those of the original forward."""
 
     def __init__(self, original: Callable[..., Any], module: nn.Module, record: Record, local: Any) -> None:

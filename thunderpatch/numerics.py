@@ -159,5 +159,5 @@ class _Alone:
 def _in_float64(module: nn.Module) -> nn.Module:
     twin = copy.deepcopy(module)
     restore(twin)
-    twin._apply(in_float64)  # type: ignore[no-untyped-call]
+    twin._apply(in_float64)
     return twin

@@ -133,5 +133,5 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def random_state() -> tuple[Tensor, ...]:
     """Return the state of the random generators of CPU and CUDA."""
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    in_use = torch.cuda.is_initialized()
     return (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if in_use else ()))

@@ -23,7 +23,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """
     states = [_State(module) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    in_use = torch.cuda.is_initialized()
     cuda = list(range(torch.cuda.device_count())) if in_use else []
     try:
         for parameter, _ in gradients:

@@ -76,7 +76,9 @@ def _loss_over_classes(node: fx.Node) -> bool:
     scores, target = (tensors([argument(node, 0, "input")]), tensors([argument(node, 1, "target")]))
     if not scores or not target or target[0].is_floating_point():
         return False
-    return scores[0].dim() not in (2, 4) or bool(argument(node, 7, "label_smoothing", 0.0))
+    summed = argument(node, 6, "reduction", "mean") == "sum"
+    smoothed = op_name(node) == "cross_entropy" and bool(argument(node, 7, "label_smoothing", 0.0))
+    return scores[0].dim() not in (2, 4) or summed or smoothed
 
 
 def _norm_with_statistics(node: fx.Node) -> bool:
@@ -98,6 +100,10 @@ def _nearest(node: fx.Node) -> bool:
 
 def _rounded_division(node: fx.Node) -> bool:
     return op_name(node) in ("div", "divide") and node.kwargs.get("rounding_mode") is not None and needs_grad(node)
+
+
+def _at_least(node: fx.Node) -> bool:
+    return op_name(node) in ("atleast_1d", "atleast_2d", "atleast_3d")
 
 
 def _power(node: fx.Node) -> bool:
@@ -128,7 +134,7 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "loss over classes",
         _loss_over_classes,
-        "thunder's loss fails in 3 or more than 4 dimensions, and counts ignored targets when it smooths labels",
+        "thunder's loss fails as a sum and in 3 or over 4 dimensions, and smooths ignored labels",
     ),
     Quirk("instance_norm statistics", _norm_with_statistics, "thunder computes running statistics wrongly"),
     Quirk("interpolate nearest", _nearest, "thunder rounds the positions of neighbours differently"),
@@ -145,10 +151,15 @@ QUIRKS: tuple[Quirk, ...] = (
         "thunder's gradient of copysign lacks the sign's and is wrong at zero and NaN",
     ),
     Quirk("atan2", _graded("atan2", "arctan2"), "thunder's gradient of atan2 is NaN at the origin"),
+    Quirk("atleast", _at_least, "thunder leaves the tensors of a sequence as they are"),
+    Quirk(
+        "exponential unit",
+        _graded("elu", "celu", "selu", "mish"),
+        "thunder's gradient is NaN above about 88, where an exponential overflows",
+    ),
     Quirk("sigmoid", _graded("sigmoid"), "thunder's gradient of sigmoid is NaN below about -88"),
     Quirk("pow", _power, "thunder's gradient of x ** 0 is NaN at zero"),
     Quirk("take_along_dim", _graded("take_along_dim"), "thunder's gradient fails on negative indices"),
-    Quirk("atleast_3d", lambda node: op_name(node) == "atleast_3d", "thunder leaves tensors of a sequence as they are"),
     Quirk("max", _graded("max"), "thunder's gradient of max is NaN everywhere when one input is"),
     Quirk("index_put", _graded("index_put"), "thunder loses gradients of index_put"),
     Quirk(

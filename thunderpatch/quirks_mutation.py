@@ -40,12 +40,19 @@ def mutated(node: fx.Node) -> list[Any]:
         for argument, given in zip(schema.arguments, node.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 targets.append(given)
-    elif getattr(node.target, "__module__", "") == "_operator":
-        if f"__{name.strip('_')}__" in AUGMENTED_NAMES or name == "setitem":
-            targets.append(first)
-    elif (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or bound(node, "inplace") is True:
+    elif _assigns(node, name) or bound(node, "inplace") is True:
         targets.append(first)
     return targets
+
+
+def _assigns(node: fx.Node, name: str) -> bool:
+    """Whether the name is that of an in-place op: ``mul_``, ``iadd``, ``__imul__``, ``setitem``."""
+    plain = name.strip("_")
+    if name in ("setitem", "__setitem__"):
+        return True
+    if getattr(node.target, "__module__", "") == "_operator" or name.startswith("__"):
+        return f"__{plain}__" in AUGMENTED_NAMES
+    return name.endswith("_")
 
 
 def _storages(tree: Any) -> set[StorageWeakRef]:

@@ -86,7 +86,7 @@ class Repeated:
 
     def peak_memory(self) -> int | None:
         """Return the bytes on the GPU that a call takes beyond what is there before; None without a GPU."""
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if not torch.cuda.is_initialized():
             return None
         inputs = self._call.fresh()
         torch.cuda.synchronize()
