@@ -175,6 +175,7 @@ try:
 except thunderpatch.SelectionError:
     pass
 import thunder
-print(thunder.jit is sys.modules["thunder"].jit, hasattr(torch.Tensor, "rename") == hasattr(torch._C.TensorBase, "rename"))
+tensor, base = torch.Tensor, torch._C.TensorBase
+print(thunder.jit is sys.modules["thunder"].jit, hasattr(tensor, "rename") == hasattr(base, "rename"))
 """
     assert run(program) == "True True"
