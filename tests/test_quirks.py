@@ -51,14 +51,15 @@ EVIDENCE: dict[str, Evidence] = {
     ),
     "prod": Evidence(lambda x: x.prod(), lambda: (given(0.0, 2.0),)),
     "clamp": Evidence(lambda x: x.clamp(0.0, 1.0), lambda: (given(0.0, 1.0),)),
-    "copysign": Evidence(torch.copysign, lambda: (given(1.0), given(-1.0))),
+    "copysign": Evidence(torch.copysign, lambda: (given(NAN), given(0.0))),
     "atan2": Evidence(torch.atan2, lambda: (given(0.0), given(0.0))),
     "sigmoid": Evidence(torch.sigmoid, lambda: (given(-100.0),)),
+    "exponential unit": Evidence(F.elu, lambda: (given(200.0),)),
     "pow": Evidence(lambda x: x**0, lambda: (given(0.0, 1.0),)),
     "take_along_dim": Evidence(
         lambda x, i: torch.take_along_dim(x, i, 0), lambda: (given(1.0, 2.0), torch.tensor([-1]))
     ),
-    "atleast_3d": Evidence(lambda x, y: torch.atleast_3d((x, y)), lambda: (normal(2, 2), normal(2))),
+    "atleast": Evidence(lambda x, y: torch.atleast_3d([x, y]), lambda: (normal(2, 2), normal(2))),
     "max": Evidence(lambda x: x.max(), lambda: (given(1.0, NAN, 2.0),)),
     "index_put": Evidence(
         lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True),
@@ -283,7 +284,7 @@ def test_relu_with_a_gradient_stays_in_thunder_in_other_words() -> None:
         torch._dynamo.reset()
         x = given(NAN, 0.0, -1.0, 2.0)
         routes, gm = captured(function, x)
-        assert routes == [] and "relu" not in gm.code.replace("relu =", "")
+        assert routes == [] and torch.where in [node.target for node in gm.graph.nodes]
         torch.testing.assert_close(gm(x)[0], F.relu(x), equal_nan=True)
         torch.testing.assert_close(
             torch.autograd.grad(gm(x)[0].sum(), x), torch.autograd.grad(F.relu(x).sum(), x), equal_nan=True
