@@ -26,6 +26,7 @@ CPU: dict[str, Callable[..., Result]] = {
     "first_step": cases.first_step,
     "first_llama": cases.first_llama,
     "llama_call": cases.llama_call,
+    "tuned": cases.tuned,
     "growth": cases.growth,
 }
 # Six minutes on a GPU: what is about Python alone is not measured again.
@@ -33,6 +34,7 @@ CUDA: dict[str, Callable[..., Result]] = {
     "leaf": cases.leaf,
     "per_call": cases.per_call,
     "real_size": cases.real_size,
+    "tuned": cases.tuned,
     "first_step": cases.first_step,
     "first_llama": cases.first_llama,
 }

@@ -72,6 +72,14 @@ def real_size(settings: Settings, tell: Tell) -> Result:
     return result
 
 
+def tuned(settings: Settings, tell: Tell) -> Result:
+    """A mixed model: what `tune` chooses beside each candidate applied everywhere."""
+    peers = ("eager", "thunderpatch", "thunderpatch, torchcompile", "thunderpatch, tuned")
+    result = Result("tuned", "A training step of a mixed model", "ms", peers)
+    _steady(result, settings, tell, "mixed", ("training step",), calls=5, per=1, scale=1e3)
+    return result
+
+
 def llama_call(settings: Settings, tell: Tell) -> Result:
     """A Llama's call once all is compiled."""
     result = Result("llama_call", "Llama, a call of the whole model", "ms", REGIONAL)
@@ -120,21 +128,15 @@ def _steady(
     """Measure peers in turn, round by round, after each has compiled."""
     for mode in modes:
         workers: dict[str, Worker] = {}
-        samples: dict[str, list[float]] = {}
-        truth: list[float] | None = None
+        samples: dict[str, list[float]] = {peer: [] for peer in result.peers}
+        truth: list[float] = []
         try:
             for peer in result.peers:
                 tell(f"{result.name}: {mode}, {peer} compiles")
                 try:
-                    worker = Worker(peer, workload, settings)
-                    numbers = worker.ask("result", mode)
-                    worker.ask("time", mode, 2)
-                    truth = truth or numbers
-                    _compare(numbers, truth, TOLERANCE[settings["device"]])
+                    workers[peer] = _compiled(peer, workload, settings, mode, truth)
                 except PeerError as error:
                     result.put(mode, peer, Cell(note=str(error)))
-                else:
-                    workers[peer], samples[peer] = worker, []
             for number in range(ROUNDS):
                 tell(f"{result.name}: {mode}, round {number + 1} of {ROUNDS}")
                 for peer, worker in workers.items():
@@ -144,6 +146,20 @@ def _steady(
         finally:
             for worker in workers.values():
                 worker.close()
+
+
+def _compiled(peer: str, workload: str, settings: Settings, mode: str, truth: list[float]) -> Worker:
+    """Return a worker that has compiled all it will, and computes what the first one does (kept in `truth`)."""
+    worker = Worker(peer, workload, settings)
+    try:
+        numbers = worker.ask("result", mode)
+        worker.ask("time", mode, 2)
+        truth.extend([] if truth else numbers)
+        _compare(numbers, truth, TOLERANCE[settings["device"]])
+    except PeerError:
+        worker.close()
+        raise
+    return worker
 
 
 def _eager(worker: Worker, peer: str) -> str:

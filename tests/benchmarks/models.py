@@ -80,9 +80,38 @@ def llama(device: str, depth: int = 12, cached: bool = True) -> Workload:
     )
 
 
+class Mixed(nn.Module):
+    """Convolutions, tiny norms and wide MLPs: not everything here is worth compiling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(6))
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = conv(x).relu()
+        for norm in self.norms:
+            x = norm(x)
+        x = x.reshape(-1, 256)
+        for mlp in self.mlps:
+            x = x + mlp(x)
+        return x
+
+
+def mixed(device: str) -> Workload:
+    model = Mixed().to(device)
+    blocks = [*model.convs, *model.norms, *model.mlps]
+    return Workload(model, (torch.randn(32, 8, 16, 16, device=device),), blocks)
+
+
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "stack": stack,
     "small_stack": small_stack,
     "relu": relu,
     "llama": llama,
+    "mixed": mixed,
 }

@@ -84,12 +84,24 @@ def thunderpatch_inductor(work: Workload) -> nn.Module:
     return _patch(work, executors=["torchcompile", *thunder.get_default_executors()])
 
 
+def thunderpatch_tuned(work: Workload) -> nn.Module:
+    """What `tune` chooses for a training step."""
+    from thunderpatch import tune
+
+    tune(work.model, *work.args, where=_one_of(work), backward=True, **work.kwargs)
+    return work.model
+
+
 def _patch(work: Workload, **options: Any) -> nn.Module:
     from thunderpatch import apply
 
-    chosen = {id(block) for block in work.blocks}
-    apply(work.model, where=lambda module, fqn: id(module) in chosen, **options)
+    apply(work.model, where=_one_of(work), **options)
     return work.model
+
+
+def _one_of(work: Workload) -> Callable[[nn.Module, str], bool]:
+    chosen = {id(block) for block in work.blocks}
+    return lambda module, fqn: id(module) in chosen
 
 
 def _thunderfx() -> Callable[..., Any]:
@@ -127,4 +139,5 @@ PEERS: dict[str, Peer] = {
     "Dynamo alone": dynamo_per_block,
     "thunderpatch": thunderpatch,
     "thunderpatch, torchcompile": thunderpatch_inductor,
+    "thunderpatch, tuned": thunderpatch_tuned,
 }

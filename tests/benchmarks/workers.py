@@ -27,12 +27,17 @@ class Worker:
     def __init__(self, peer: str, workload: str, settings: dict[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")
         self.limit = float(settings["limit"])
+        self._cache = tempfile.TemporaryDirectory(prefix="inductor-", ignore_cleanup_errors=True)
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, peer, workload, settings), daemon=True)
-        with _environment(int(settings["threads"])):
+        with _environment(int(settings["threads"]), self._cache.name):
             self._process.start()
         theirs.close()
-        self._answer()
+        try:
+            self._answer()
+        except PeerError:
+            self.close()
+            raise
 
     def ask(self, *request: Any) -> Any:
         """Have a method of `_Bench` called, as in `ask("time", "inference", 20)`; return what it returns."""
@@ -41,7 +46,6 @@ class Worker:
 
     def _answer(self) -> Any:
         if not self._pipe.poll(self.limit):
-            self.close()
             raise PeerError(f"took more than {self.limit:.0f} s")
         try:
             ok, answer = self._pipe.recv()
@@ -55,15 +59,16 @@ class Worker:
         self._process.kill()
         self._process.join()
         self._pipe.close()
+        self._cache.cleanup()
 
 
 @contextmanager
-def _environment(threads: int) -> Iterator[None]:
+def _environment(threads: int, cache: str) -> Iterator[None]:
     """Start a process with one thread and with empty caches, so that each first call compiles everything."""
     changed = {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp(prefix="inductor-"),
+        "TORCHINDUCTOR_CACHE_DIR": cache,
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
     }
