@@ -22,6 +22,7 @@ from .gains import Benchmark
 from .numerics import verify
 from .observe import report
 from .patching import Patch, apply, disabled, is_patched, patched, restore, thunderfx
+from .reproducers import save_reproducers
 from .selection import select
 from .timing import benchmark
 from .tuning import apply_plan, tune
@@ -48,6 +49,7 @@ __all__ = [
     "patched",
     "report",
     "restore",
+    "save_reproducers",
     "select",
     "thunderfx",
     "tune",

@@ -8,7 +8,7 @@ import torch
 
 from . import capture
 from .forward import CALL
-from .record import Record, compile_error, first_line
+from .record import Record, compile_error, first_line, log
 
 
 class Attribution(capture.Watch):
@@ -56,6 +56,7 @@ class Attribution(capture.Watch):
         record.dynamo_seconds += seconds
         if misfit is not None:
             record.recompiled.append(misfit)
+            log.debug("%s: traced again, since this did not hold: %s", record.name, misfit)
 
     @staticmethod
     def _record() -> Record | None:

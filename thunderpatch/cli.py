@@ -114,6 +114,8 @@ def build_parser() -> Parser:
     verb("list", verbs.list_modules, target)
     report = verb("report", verbs.report, target, calls)
     report.add_argument("--calls", type=_positive, default=2, help="how often to run the model (default: 2)")
+    report.add_argument("--reproducers", metavar="FOLDER", help="also write each compiled graph as a script of its own")
+    report.add_argument("--data", action="store_true", help="with the inputs that the graphs had, beside the scripts")
     verb("verify", verbs.verify, target, calls)
     culprits = verb("culprits", verbs.culprits, target, calls)
     culprits.add_argument(

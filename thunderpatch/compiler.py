@@ -16,10 +16,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from . import capture, graphs, quirks
 from .capture import trail
@@ -30,6 +30,7 @@ from .errors import CompileError
 from .options import Options
 
 log = logging.getLogger("thunderpatch")
+_Error = TypeVar("_Error", bound=BaseException)
 
 # One at a time: thunder keeps its state in a function's compile data, and Dynamo holds a lock of its own anyway.
 _compiling = threading.RLock()
@@ -81,6 +82,8 @@ class Graph:
                 call = self.gm.forward
                 result = call(*inputs)
             self.call = self._fused() or call
+            if not self.eager:
+                log.info("%s: compiled its graph, %d partitions by thunder", self.owner, len(self.partitions))
             return result
 
     def _fused(self) -> Callable[..., Any] | None:
@@ -102,7 +105,10 @@ class Graph:
 
     def _compile(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:
         began = time.perf_counter()
+        self.error = None  # of an attempt before, which raised
         self.routes = quirks.reroute(self.gm)
+        for route in self.routes:
+            log.info("%s: %s goes to %s: %s", self.owner, route.node or "the graph", route.target, route.reason)
         if any(route.target == "eager" for route in self.routes):
             return self.gm.forward
         try:
@@ -133,7 +139,10 @@ class Graph:
         prune = ExtractionOnlyPrologueTransform(skip_check_on_input_tensors=True)
         options["transforms"] = [*(options.get("transforms") or ()), prune]
         inductor = functools.partial(torch._inductor.compile, options=dict(self.options.inductor) or None)
-        split, self.info = _splitter(gm, functools.partial(thunder.jit, **options), inductor, [], options)
+        jit = functools.partial(
+            _jit, functools.partial(thunder.jit, **options), bool(self.options.thunder.get("transforms"))
+        )
+        split, self.info = _splitter(gm, jit, inductor, [], options)
         captured = self.info.original_split_graph_module.split_graph_module
         parts: dict[str, Any] = {}
         for name, child in split.named_children():
@@ -148,14 +157,49 @@ class Graph:
     def _fail(self, error: BaseException) -> None:
         """Take note of a failure, or raise it, as `on_error` says."""
         if self.options.on_error == "raise":
-            raise CompileError(
+            message = (
                 f"{self.owner}: the region could not be compiled with options {self.options}: "
                 f"{type(error).__name__}: {error}\n"
                 "Leave the module out (exclude=), or let it run uncompiled (on_error='eager')."
-            ) from error
+            )
+            self.error = CompileError(message)
+            raise CompileError(message) from error
         assert isinstance(error, Exception)
-        self.error = error
-        log.warning("%s: runs uncompiled after %s: %s", self.owner, type(error).__name__, error)
+        self.error = without_frames(error)
+        log.info("%s: runs uncompiled after %s: %s", self.owner, type(error).__name__, error)
+
+
+def without_frames(error: _Error) -> _Error:
+    """Return an error that can be kept: the frames that it came through hold the model and its inputs."""
+    links: list[BaseException | None] = [error]
+    for link in links:
+        if link is not None:
+            link.__traceback__ = None
+            links += [other for other in (link.__cause__, link.__context__) if other not in links]
+    return error
+
+
+class _Jitted(nn.Module):
+    """What thunder made of a plain function, in the form in which the splitter takes it."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self._lc_cd, self._lc_cs = function._lc_cd, function._lc_cs
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def _jit(jit: Callable[..., Any], as_module: bool, part: fx.GraphModule, **options: Any) -> nn.Module:
+    """Let thunder compile a partition, by its bare code where that says it all.
+
+    thunder interprets what it is given line by line: a module's way to its forward costs it as much again as the code
+    of a small graph. The caller's transforms may look for a module (`as_module`).
+    """
+    if as_module or any(node.op in ("get_attr", "call_module") for node in part.graph.nodes):
+        return jit(part, **options)  # type: ignore[no-any-return]
+    return _Jitted(jit(functools.partial(type(part).forward, None), **options))
 
 
 class SymbolicGraph:

@@ -24,6 +24,10 @@ from .record import Record
 _is_jit_tracing = torch._C._is_tracing
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.maybe_current_level
+# Where torch tells whether a profiler is active, as its own modules ask it; where it does not, none is.
+_profiler: Any = torch.autograd.profiler
+if not hasattr(_profiler, "_is_profiler_enabled"):
+    _profiler = types.SimpleNamespace(_is_profiler_enabled=False)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -65,10 +69,13 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
         try:
             # The usual graph has run before, so that Dynamo is normally left with evaluating its guards.
             call = lane.call if usual is None else lane.again  # type: ignore[union-attr]
+            if _profiler._is_profiler_enabled:
+                call = _in_a_range(record, call)
             result = call(self._self_module, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
+            ran = graphs[mark:]
             del graphs[mark:]
-            record.raised(lane, compiled=trail.compilations != compilations)  # type: ignore[arg-type]
+            record.raised(error, ran, lane, compiled=trail.compilations != compilations)  # type: ignore[arg-type]
             raise
         if len(graphs) == mark + 1 and graphs[mark] is usual:
             graphs.pop()
@@ -120,6 +127,16 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
 
     def __eq__(self, other: object) -> bool:
         return self is other or self.__wrapped__ == other
+
+
+def _in_a_range(record: Record, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call` so that the active profiler shows it by the module's FQN."""
+
+    def ranged(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(f"thunderpatch:{record.fqn or '(the model itself)'}"):
+            return call(module, *args, **kwargs)
+
+    return ranged
 
 
 # The frames of this code tell for which module Dynamo is at work (`attribution`).

@@ -92,6 +92,8 @@ def _status(model: nn.Module, fqn: str, module: nn.Module, record: Record, above
         return Status.RESTORED, ""
     if registry.displaced(module) and not record.calls:
         return Status.DISPLACED, f"{type(vars(module).get('forward')).__name__} stands on top and has not called it"
+    if record.failure is not None:
+        return Status.FAILED, record.failure
     if record.latched is not None:
         return Status.LATCHED, f"{type(record.latched).__name__}: {record.latched}"
     if record.disabled:
@@ -101,10 +103,11 @@ def _status(model: nn.Module, fqn: str, module: nn.Module, record: Record, above
     if record.calls == 0:
         return _uncalled(model, fqn, record, above)
     routes = [route for graph in record.graphs for route in graph.routes]
-    if routes:
-        return Status.ROUTED, "; ".join(_unique(route.reason for route in routes))
+    if _routed_eager(record):
+        return Status.ROUTED, "; ".join(_unique(route.reason for route in routes if route.target == "eager"))
     if any(kind == "inductor" for graph in record.graphs for kind, _ in _parts(graph)):
-        return Status.PARTLY, "thunder leaves some operations to inductor"
+        routed = "; ".join(_unique(f"{route.node} is routed there: {route.reason}" for route in routes))
+        return Status.PARTLY, routed or "thunder leaves some operations to inductor"
     return Status.COMPILED, ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from . import hooks, regions
 from .capture import Lane
-from .compiler import Compiler, Graph
+from .compiler import Compiler, Graph, without_frames
 from .errors import CompileError, ThunderPatchWarning
+
+log = logging.getLogger("thunderpatch")
 
 _SWITCHES = frozenset(["installed", "disabled", "latched"])
 
@@ -42,6 +45,7 @@ class Record:
         self.graphs: dict[Graph, None] = {}
         self.reasons: list[str] = []  # why calls ran eager, in words
         self.error: BaseException | None = None  # of the attempt that goes on now
+        self.failure: str | None = None  # why a call raised `CompileError`, in words
         self.raises: str | None = None  # Dynamo's word that the forward is about to raise, until that is seen
         self.misled = False  # Dynamo said so, and it did not
         self.compilations = 0  # frames that Dynamo traced in this module's calls
@@ -88,7 +92,7 @@ class Record:
 
     def start_over(self) -> None:
         """Forget the code of the former patch, whose forward was another one."""
-        self.group = self.lane = self.usual = self.latched = None
+        self.group = self.lane = self.usual = self.latched = self.failure = None
         self.lanes, self.graphs, self.reasons = {}, {}, []
         self.handles_seen = -1
 
@@ -126,8 +130,11 @@ class Record:
                 raise compile_error(self, error) from error
             self.latch(error)
 
-    def raised(self, lane: Lane, *, compiled: bool) -> None:
+    def raised(self, error: BaseException, ran: list[Graph], lane: Lane, *, compiled: bool) -> None:
         """Take account of a call that raised."""
+        if isinstance(error, CompileError):
+            self.failure = first_line(error)
+            self.graphs.update((graph, None) for graph in ran if graph.error is not None)
         expected = self.raises is not None or self.error is not None  # then no code was kept
         self.error = self.raises = None
         if compiled and not expected:
@@ -136,7 +143,8 @@ class Record:
     def latch(self, error: BaseException) -> None:
         """Run the original from now on."""
         if self.latched is None:
-            self.latched = error
+            self.latched = without_frames(error)
+            log.info("%s: runs its original from now on, after %s: %s", self.name, type(error).__name__, error)
             self.warn(f"runs uncompiled from now on, after {type(error).__name__}: {first_line(error)}")
 
     def warn(self, what: str) -> None:

@@ -17,6 +17,7 @@ from .tables import Column, Note, page, plain, screen
 class Status(str, Enum):
     """How the calls of a patched module ran, in the order in which they deserve attention."""
 
+    FAILED = "failed"  # could not be compiled, which its caller was told by an error
     LATCHED = "latched"  # failed, and runs its original since
     EAGER = "eager"  # at least one call ran the original
     DISPLACED = "displaced"  # a foreign wrapper took our place
@@ -33,7 +34,13 @@ class Status(str, Enum):
 
 
 ATTENTION = {status: rank for rank, status in enumerate(Status)}
-COLOURS = {Status.LATCHED: "red", Status.EAGER: "red", Status.COMPILED: "green", Status.PARTLY: "green"}
+COLOURS = {
+    Status.FAILED: "red",
+    Status.LATCHED: "red",
+    Status.EAGER: "red",
+    Status.COMPILED: "green",
+    Status.PARTLY: "green",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +77,7 @@ class Row:
     def notes(self) -> Iterator[tuple[str, str]]:
         """Yield (kind, text) of all that a table cell has no room for."""
         # What is routed, and where to, says more than the reason alone.
-        if self.reason and not (self.status is Status.ROUTED and self.routes):
+        if self.reason and not (self.status in (Status.ROUTED, Status.PARTLY) and self.routes):
             yield str(self.status), self.reason
         yield from (("routed", route) for route in self.routes)
         yield from (("graph break", f"{where}: {why}") for where, why in self.graph_breaks)
@@ -132,8 +139,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether no module ran its original where it should not: none is eager, latched or displaced."""
-        return not any(row.status in (Status.LATCHED, Status.EAGER, Status.DISPLACED) for row in self.rows)
+        """Whether no module ran its original where it should not: none is failed, latched, eager or displaced."""
+        bad = (Status.FAILED, Status.LATCHED, Status.EAGER, Status.DISPLACED)
+        return not any(row.status in bad for row in self.rows)
 
     @property
     def totals(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -59,7 +60,8 @@ def import_thunder() -> Any:
     function: Any = torch.autograd.Function
     apply = None if hasattr(function.apply, "__func__") else vars(function).get("apply")
     for name in lent:
-        setattr(torch.Tensor, name, lambda self, *args: None)
+        absent = types.FunctionType((lambda self, *args: None).__code__, {}, name)
+        setattr(torch.Tensor, name, absent)
     if apply is not None:
         function.apply = classmethod(lambda cls, *args: apply.__get__(None, cls)(*args))
     try:

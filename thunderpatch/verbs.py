@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +66,12 @@ def report(args: argparse.Namespace) -> bool:
                 _run_patched(target, bool(args.backward))
                 advance(f"call {call + 1}")
         result = thunderpatch.report(target.model)
+        if args.reproducers:
+            again = functools.partial(_run_patched, target, bool(args.backward))
+            scripts = thunderpatch.save_reproducers(target.model, args.reproducers, data=again if args.data else None)
     _show(result, args)
+    if args.reproducers:
+        print(f"{len(scripts)} scripts written to {args.reproducers}", file=sys.stderr)
     return result.ok
 
 
