@@ -168,7 +168,7 @@ def compare(graph: Any, inputs: Sequence[Any], options: dict[str, Any], inductor
         exact = {} if drew else run(graph, [in_float64(value) for value in inputs])[0]
     backend = thunder_backend(options)
     try:
-        with torch._inductor.config.patch(inductor):  # type: ignore[no-untyped-call]
+        with torch._inductor.config.patch(inductor):
             got, _ = run(torch.compile(graph, backend=backend, dynamic=False), inputs)
     except Exception as error:
         print(f"thunder raises where eager does not: {type(error).__name__}: {error}")

@@ -58,6 +58,8 @@ def list_modules(args: argparse.Namespace) -> bool:
 
 
 def report(args: argparse.Namespace) -> bool:
+    if args.data and not args.reproducers:
+        raise UsageError("--data belongs to --reproducers FOLDER")
     target = _load(args, needs_inputs=True)
     _run_unpatched(target, bool(args.backward))
     with thunderpatch.patched(target.model, **_selectors(args), **dict(args.option)):
