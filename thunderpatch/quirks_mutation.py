@@ -59,7 +59,7 @@ def _storages(tree: Any) -> set[StorageWeakRef]:
     found = set()
     for tensor in tensors(tree):
         if tensor.layout is torch.strided:
-            found.add(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+            found.add(StorageWeakRef(tensor.untyped_storage()))
     return found
 
 
