@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Two orders of summation are equally good and yet differ in their largest error over some elements: the
-# measured ratios reach 4 where a tensor has few elements. Twice that is allowed.
+# Two orders of summation are equally good and yet differ in their largest error. Measured, patched against eager: up
+# to 2.6 times for the layers of Llama, GPT-2, BERT, T5 and ViT in float32 and bfloat16, once 6.6 for a whole model.
 FACTOR = 8.0
 
 # Relative to the largest value, for what has no counterpart in float64: a few times torch.testing's own.
