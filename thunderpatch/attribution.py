@@ -44,6 +44,7 @@ class Attribution(capture.Watch):
         record = self._record()
         if record is None or record.lane is None:
             return
+        reason = reason.strip().partition("\n")[0]  # after that Dynamo tells of the frame
         record.reasons.append(reason)
         if record.lane.owns(frame.f_code):
             record.lane.skipped = reason

@@ -18,6 +18,7 @@ from torch import nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils.hooks import RemovableHandle
 
+from . import capture
 from .capture import trail
 from .record import Record
 
@@ -37,7 +38,8 @@ def _note_inlined(cls: type) -> bool:
     By class and not by module: whatever Dynamo reads of a module it guards on, and a guard that tells modules apart
     would make the outer compiler compile equal layers again and again.
     """
-    inlined_classes.add(cls)
+    if capture.caller(CALL) is None:  # a patched module above takes in what is below it too
+        inlined_classes.add(cls)
     return True
 
 

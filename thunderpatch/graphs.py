@@ -21,10 +21,18 @@ def example(node: fx.Node) -> Any:
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy that can be edited, and that holds nothing of the call in which `gm` was captured."""
+    """Return a copy that can be edited, and that holds nothing of the call in which `gm` was captured.
+
+    So are the graphs inside it, which checkpointing and other higher-order operations run.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     copy = fx.GraphModule(gm, graph, "Captured")
+    for name, inner in gm.named_children():
+        if isinstance(inner, fx.GraphModule) and isinstance(getattr(copy, name, None), fx.GraphModule):
+            body = copied(inner)
+            body.meta.update(inner.meta)  # how a checkpointed region is to be recomputed
+            setattr(copy, name, body)
     for node in placeholders(copy):
         node.meta.pop("grapharg", None)
     return copy

@@ -90,8 +90,8 @@ def _row(model: nn.Module, fqn: str, module: nn.Module, record: Record, above: s
 def _status(model: nn.Module, fqn: str, module: nn.Module, record: Record, above: str | None) -> tuple[Status, str]:
     if not record.installed:
         return Status.RESTORED, ""
-    if registry.displaced(module) and not record.calls:
-        return Status.DISPLACED, f"{type(vars(module).get('forward')).__name__} stands on top and has not called it"
+    if (displaced := _displaced(module, record)) is not None:
+        return Status.DISPLACED, displaced
     if record.failure is not None:
         return Status.FAILED, record.failure
     if record.latched is not None:
@@ -111,13 +111,21 @@ def _status(model: nn.Module, fqn: str, module: nn.Module, record: Record, above
     return Status.COMPILED, ""
 
 
+def _displaced(module: nn.Module, record: Record) -> str | None:
+    """Return what stands where the patch was put, if the patch is gone or what stands on top has not called it."""
+    there = vars(module).get("forward")
+    if registry.active(module) is None:
+        return f"its forward was {'deleted' if there is None else f'replaced by a {type(there).__name__}'}"
+    if registry.proxy_of(module) is None and not record.calls:
+        return f"a {type(there).__name__} stands on top and has not called it"
+    return None
+
+
 def _routed_eager(record: Record) -> bool:
     return any(route.target == "eager" for graph in record.graphs for route in graph.routes)
 
 
 def _uncalled(model: nn.Module, fqn: str, record: Record, above: str | None) -> tuple[Status, str]:
-    if record.cls in inlined_classes:
-        return Status.INLINED, f"an outer torch.compile takes the originals of {record.cls.__name__} modules in"
     if above is not None:
         return Status.INLINED, f"{above or 'the model'} is patched and compiles it as a part of itself"
     if record.bypassed:
@@ -125,6 +133,8 @@ def _uncalled(model: nn.Module, fqn: str, record: Record, above: str | None) -> 
     fused = why_never_called(model, fqn)
     if fused:
         return Status.BYPASSED, fused
+    if record.cls in inlined_classes:
+        return Status.INLINED, f"an outer torch.compile takes the originals of {record.cls.__name__} modules in"
     return Status.NEVER_CALLED, ""
 
 

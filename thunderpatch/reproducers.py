@@ -254,7 +254,8 @@ class _Text:
             name = f"{owner}_{target.replace('.', '_')}"
             if isinstance(value, fx.GraphModule):
                 self._write(value, name)
-                yield f"self.{target} = {name}()"
+                # What runs a graph inside a graph, such as checkpointing, takes it as a graph module only.
+                yield f"self.{target} = torch.fx.symbolic_trace({name}())"
             elif isinstance(value, torch.Tensor):
                 self.tensors[name] = value.detach()
                 yield f"self.{target} = SAVED[{name!r}]"

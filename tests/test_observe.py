@@ -1,0 +1,398 @@
+"""The report against real runs: each status with its reason, and that looking changes nothing."""
+
+from __future__ import annotations
+
+import gc
+import html
+import json
+import logging
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import thunderpatch
+from thunderpatch import registry, report
+from thunderpatch.compiler import Graph
+from thunderpatch.report import Report, Row, Status
+
+
+class Scaled(nn.Module):
+    """Compiles whole, in thunder."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() * 2
+
+
+class Gate(nn.Module):
+    """Its sigmoid is routed to inductor when a gradient is wanted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x * 2)
+
+
+class Unknown(nn.Module):
+    """Holds an operation that thunder does not know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.special.bessel_j0((x * 2).detach()) + x
+
+
+class Untraceable(nn.Module):
+    """Dynamo makes no graph of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+
+class Broken(nn.Module):
+    """Fails to compile, by `fails_to_compile`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.atan() * 2
+
+
+class Interrupted(nn.Module):
+    """Has a graph break in the middle."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.cos() * 3
+        torch._dynamo.graph_break()  # here
+        return x + 1
+
+
+class Numbered(nn.Module):
+    """Traced anew for each number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 3 + self.number
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x) + 1
+
+
+class Model(nn.Module):
+    """One module of each status."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled, self.partly, self.routed_partly = Scaled(), Unknown(), Gate()
+        self.routed, self.eager, self.latched = nn.ReLU(inplace=True), Untraceable(), Broken()
+        self.parent, self.bypassed = Parent(), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.unused, self.disabled, self.displaced, self.restored = nn.Tanh(), nn.GELU(), nn.SiLU(), nn.Softplus()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.eager(self.latched(self.routed(self.partly(self.routed_partly(self.compiled(x))))))
+        x = self.bypassed(x, x, x)[0] + self.parent(x)
+        return self.restored(self.displaced(self.disabled(x)))
+
+
+EXPECTED = {
+    "compiled": ("compiled", ""),
+    "partly": ("partly", "thunder leaves some operations to inductor"),
+    "routed_partly": ("partly", "sigmoid is routed there: thunder's gradient of sigmoid is NaN below about -88"),
+    "routed": ("routed", "and thunder gets its gradient wrong"),
+    "eager": ("eager", ""),
+    "latched": ("latched", "RuntimeError: cannot be had"),
+    "parent": ("compiled", ""),
+    "parent.child": ("inlined", "parent is patched and compiles it as a part of itself"),
+    "bypassed.out_proj": ("bypassed", "nn.MultiheadAttention reads its weight and never calls it"),
+    "unused": ("never called", ""),
+    "disabled": ("disabled", "inside `with disabled(...)`"),
+    "displaced": ("displaced", "its forward was replaced by a function"),
+    "restored": ("restored", ""),
+}
+
+
+def break_compilation(patch: pytest.MonkeyPatch) -> None:
+    split = Graph._split
+
+    def failing(self: Graph) -> Callable[..., Any]:
+        if any("atan" in str(node.target) for node in self.gm.graph.nodes):
+            raise RuntimeError("cannot be had")
+        return split(self)
+
+    patch.setattr(Graph, "_split", failing)
+
+
+@pytest.fixture
+def fails_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_compilation(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def seen() -> Report:
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", thunderpatch.ThunderPatchWarning)
+        break_compilation(patch)
+        model = Model()
+        thunderpatch.apply(model, names=list(EXPECTED), nested="all", on_error="eager")
+        model.displaced.forward = lambda x: F.silu(x)
+        model(torch.randn(2, 3, 4, requires_grad=True)).sum().backward()
+        thunderpatch.restore(model, names="restored")
+        with thunderpatch.disabled(model.disabled):
+            return report(model)
+
+
+@pytest.mark.parametrize("fqn", EXPECTED)
+def test_each_status_is_told_with_its_reason_in_text_html_and_json(fqn: str, seen: Report) -> None:
+    status, reason = EXPECTED[fqn]
+    row = seen[fqn]
+    assert (row.status, reason in row.reason) == (status, True), row
+    line = next(line for line in str(seen).splitlines() if line.split()[:1] == [fqn])
+    assert f" {status} " in line
+    assert f"<td>{html.escape(fqn)}</td>" in seen._repr_html_() and f"<td>{status}</td>" in seen._repr_html_()
+    (plain,) = [row for row in json.loads(seen.to_json())["rows"] if row["fqn"] == fqn]
+    assert plain["status"] == status and reason in plain["reason"]
+    # A note may hold the reason as a part of more, or under another kind.
+    shown = " ".join(str(seen).split())
+    assert reason in shown or row.routes, shown
+
+
+def test_every_reason_that_a_row_has_is_in_the_text(seen: Report) -> None:
+    shown = "".join(str(seen).split())
+    for row in seen:
+        for _, text in row.notes():
+            assert "".join(text.split()) in shown
+
+
+def test_why_a_module_ran_eager_is_told_in_the_words_of_dynamo(seen: Report) -> None:
+    # Its own words, or where this Dynamo has none, ours.
+    assert "no ops traced" in seen["eager"].reason.lower() or "no tensor operations" in seen["eager"].reason
+
+
+def test_a_wrapper_that_does_not_call_the_patch_displaces_it_and_one_that_does_does_not() -> None:
+    model = nn.ModuleList([Scaled(), Scaled()])
+    thunderpatch.apply(model, names="*")
+    below = [module.forward for module in model]
+    model[0].forward = lambda x: below[0].__wrapped__(x)
+    model[1].forward = lambda x: below[1](x)
+    for module in model:
+        module(torch.randn(3))
+    found = report(model)
+    assert (found["0"].status, found["1"].status) == (Status.DISPLACED, Status.COMPILED)
+    assert found["0"].reason == "a function stands on top and has not called it"
+
+
+def test_a_module_whose_compilation_raises_is_failed(fails_to_compile: None) -> None:
+    model = nn.Sequential(Broken(), nn.Tanh())
+    thunderpatch.apply(model, types=Broken)
+    with pytest.raises(thunderpatch.CompileError):
+        model(torch.randn(3))
+    found = report(model)
+    assert found["0"].status is Status.FAILED and found["0"].reason.startswith("0 (Broken): the region could not be")
+    assert not found.ok and found.verdict == "0 of 1 module compiled; 1 failed"
+
+
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12), reason="an older Dynamo does not show it"
+)
+def test_a_module_that_an_outer_compile_takes_in_is_told_so() -> None:
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() + 2
+
+    model = nn.Sequential(Inner(), nn.Tanh())
+    thunderpatch.apply(model, types=Inner)
+    torch.compile(model, backend="eager")(torch.randn(3))
+    row = report(model)["0"]
+    assert row.status is Status.INLINED and "an outer torch.compile takes the originals of Inner" in row.reason
+
+
+def test_a_call_under_a_tracer_is_told_as_bypassed() -> None:
+    model = nn.Sequential(Scaled())
+    thunderpatch.apply(model, types=Scaled)
+    torch.func.grad(lambda x: model(x).sum())(torch.randn(3))
+    row = report(model)["0"]
+    assert row.status is Status.BYPASSED and "a functorch transform" in row.reason and "1 calls" in row.reason
+
+
+# What a row tells
+
+
+def observed(module: nn.Module, *calls: Tensor) -> Row:
+    model = nn.Sequential(module)
+    thunderpatch.apply(model, names="0")
+    for x in calls:
+        model(x)
+    return report(model)["0"]
+
+
+def test_a_graph_break_is_told_with_its_source_line() -> None:
+    row = observed(Interrupted(), torch.randn(3))
+    (line,) = [k for k, text in enumerate(open(__file__), 1) if text.endswith("# here\n")]  # noqa: SIM115
+    assert row.graphs == 2 and len(row.graph_breaks) == 1
+    where, why = row.graph_breaks[0]
+    assert where == f"{__file__}:{line}" and "graph_break" in why
+
+
+def test_a_recompile_is_told_with_the_guard_that_failed() -> None:
+    model = nn.Sequential(Numbered())
+    thunderpatch.apply(model, names="0")
+    model(torch.randn(3))
+    assert report(model)["0"].recompiles == 0
+    model[0].number = 2
+    model(torch.randn(3))
+    row = report(model)["0"]
+    assert row.recompiles == 1 and row.calls == row.compiled_calls == 2
+    assert "number" in row.recompile_reasons[0]
+
+
+def test_what_runs_where_is_counted_by_partition_and_operation() -> None:
+    row = observed(Unknown(), torch.randn(5))
+    assert (row.thunder_partitions > 0, row.inductor_partitions) == (True, 1)
+    assert row.ops_thunder >= 2 and row.ops_inductor >= 1
+    assert any("bessel_j0" in reason for reason in row.split_reasons)
+
+
+def test_the_seconds_of_the_first_call_are_told_by_stage() -> None:
+    row = observed(Unknown(), torch.randn(7))  # of a shape that no other test has compiled for
+    assert set(row.seconds) == {"dynamo", "thunder", "inductor"}
+    assert all(seconds > 0 for seconds in row.seconds.values())
+
+
+def test_modules_that_share_compiled_code_say_with_how_many() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    thunderpatch.apply(model, types=(nn.Linear, nn.Tanh))
+    model(torch.randn(2, 4))
+    found = report(model)
+    assert [found[str(k)].shared_with for k in range(4)] == [0, 2, 2, 2]
+    assert len({found[str(k)].group for k in (1, 2, 3)}) == 1 != found["0"].group
+
+
+def test_a_model_without_patches_has_an_empty_report_and_what_is_no_model_is_refused() -> None:
+    assert len(report(nn.Linear(2, 2))) == 0
+    with pytest.raises(thunderpatch.ArgumentError, match=r"takes a torch\.nn\.Module, not int"):
+        report(3)
+
+
+# What looking changes
+
+
+def test_a_report_changes_nothing_and_no_call_after_it_compiles() -> None:
+    model = nn.Sequential(Interrupted(), Unknown(), nn.Linear(4, 4))
+    thunderpatch.apply(model, names="*")
+    x = torch.randn(2, 4)
+    model(x)
+    records = [record for module in model for record in registry.records_of(module)]
+    compiled_elsewhere = torch.compile(lambda y: y + 1, backend="eager")
+    compiled_elsewhere(x)
+    frames = torch._dynamo.utils.counters["frames"]["total"]
+    before = [{**vars(record)} for record in records]
+    first = report(model)
+    str(first), first.to_json(), first._repr_html_()
+    assert [{**vars(record)} for record in records] == before
+    model(x)
+    compiled_elsewhere(x)  # a reset of Dynamo would have it compiled again
+    assert torch._dynamo.utils.counters["frames"]["total"] == frames
+    assert [record.compilations for record in records] == [state["compilations"] for state in before]
+
+
+def test_neither_report_nor_record_keeps_a_model_or_an_input_alive(fails_to_compile: None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Interrupted(), Broken(), nn.ReLU(inplace=True))
+    thunderpatch.apply(model, names="*", on_error="eager")
+    x = torch.randn(2, 4)
+    with pytest.warns(thunderpatch.ThunderPatchWarning):
+        model(x)
+    found = report(model)
+    assert found["2"].status is Status.LATCHED
+    left = [weakref.ref(x), *(weakref.ref(module) for module in model.modules())]
+    del x
+    gc.collect()
+    assert left[0]() is None
+    del model
+    gc.collect()
+    assert [ref() for ref in left] == [None] * len(left)
+    assert len(found) == 4
+
+
+# Events and ranges
+
+
+def test_events_are_logged_with_the_fqn(caplog: pytest.LogCaptureFixture, fails_to_compile: None) -> None:
+    caplog.set_level(logging.DEBUG, logger="thunderpatch")
+    model = nn.ModuleDict({"gate": Gate(), "broken": Broken(), "one": Numbered(), "two": Numbered()})
+    model.two.number = 7
+    thunderpatch.apply(model, names="*", on_error="eager")
+    x = torch.randn(3, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", thunderpatch.ThunderPatchWarning)
+        for module in (*model.values(), model.one):
+            module(x)
+        model.one.number = 9
+        model.one(x)
+        model.one.number = 7
+        model.one(x.detach().clone().requires_grad_())
+    events = [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "thunderpatch"]
+
+    def told(level: int, *words: str) -> bool:
+        return any(at == level and all(word in text for word in words) for at, text in events)
+
+    assert told(logging.INFO, "gate (Gate): captured a graph")
+    assert told(logging.INFO, "gate (Gate): compiled its graph")
+    assert told(logging.INFO, "gate (Gate): ", "goes to inductor", "NaN below about -88")
+    assert told(logging.INFO, "broken (Broken): runs its original from now on, after RuntimeError: cannot be had")
+    assert told(logging.DEBUG, "two (Numbered): traced again", "number")
+    assert not any(at > logging.INFO for at, _ in events)
+
+
+def test_a_graph_that_is_found_again_is_logged_with_both_modules(caplog: pytest.LogCaptureFixture) -> None:
+    class Tagged(nn.Module):
+        def __init__(self, tag: str) -> None:
+            super().__init__()
+            self.tag = tag
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.cosh() if self.tag else x
+
+    caplog.set_level(logging.DEBUG, logger="thunderpatch")
+    model = nn.Sequential(Tagged("a"), Tagged("b"))
+    thunderpatch.apply(model, names="*")
+    x = torch.randn(3)
+    for module in model:
+        module(x)
+    assert "1 (Tagged): reuses a graph of 0 (Tagged)" in caplog.text
+
+
+def ranges(model: nn.Module, x: Tensor) -> list[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(x)
+    return [event.name for event in profile.events() if event.name.startswith("thunderpatch:")]
+
+
+def test_a_profiler_shows_each_patched_module_by_its_fqn(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(Scaled(), nn.Sequential(Scaled(), nn.Tanh())), torch.randn(3)
+    thunderpatch.apply(model, types=Scaled)
+    assert ranges(model, x) == ["thunderpatch:0", "thunderpatch:1.0"]  # with compilation in it
+    assert ranges(model, x) == ["thunderpatch:0", "thunderpatch:1.0"]
+    row = report(model)["1.0"]
+    assert row.calls == row.compiled_calls == 2  # attribution finds the module through the range
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("a range without a profiler")
+
+    monkeypatch.setattr(torch.profiler, "record_function", never)
+    model(x)
+
+
+def test_the_range_of_the_model_itself_has_a_name() -> None:
+    model = Scaled()
+    thunderpatch.apply(model)
+    assert ranges(model, torch.randn(3)) == ["thunderpatch:(the model itself)"]
