@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from thunderpatch import compat, quirks
 from thunderpatch.quirks import EAGER, IN_PLACE, INDUCTOR, QUIRKS, THUNDER, Route, reroute
+from thunderpatch.quirks_mutation import mutated
 
 NAN = float("nan")
 
@@ -267,11 +268,46 @@ def _both(h: Tensor) -> tuple[Tensor, Tensor]:
     return h, F.relu(h, inplace=True)
 
 
-@pytest.mark.parametrize("name", SEAMS)
-def test_a_value_changed_across_a_seam_goes_to_inductor_as_a_whole(name: str) -> None:
-    routes, _ = captured(SEAMS[name], normal(3, 3))
+def test_a_value_changed_under_another_name_goes_to_inductor_as_a_whole() -> None:
+    routes, _ = captured(SEAMS["changed under another name"], normal(3, 3))
     assert {(route.quirk, route.target) for route in routes} == {(IN_PLACE, INDUCTOR)}
     assert len(routes) >= 2
+
+
+OUT_OF_PLACE = {
+    "method": lambda x: (x * 1).abs_() * 2,
+    "augmented": lambda x: _squared(x * 1),
+    "flag": lambda x: F.elu(x * 1, inplace=True),
+    "read later": lambda x: _both(x * 1),
+    "across partitions": SEAMS["made by inductor, changed by thunder"],
+}
+
+
+def _squared(h: Tensor) -> Tensor:
+    h *= h.detach() + 1
+    return h.cos_()
+
+
+@pytest.mark.parametrize("name", OUT_OF_PLACE)
+def test_a_change_of_a_value_of_the_graph_becomes_an_op_out_of_place(name: str) -> None:
+    function, x = OUT_OF_PLACE[name], normal(3, 3)
+    routes, gm = captured(function, x)
+    assert IN_PLACE not in {route.quirk for route in routes}
+    assert not any(mutated(node) for node in gm.graph.nodes)
+    assert same(facts(lambda x: gm(x)[0], (x,)), facts(lambda x: _first(function(x)), (x,)))
+
+
+def _first(out: Any) -> Tensor:
+    return out if isinstance(out, Tensor) else out[0]
+
+
+def test_the_gradient_of_a_change_that_needs_the_old_value_is_still_wrong_in_thunder() -> None:
+    assert not raw_is_right(Evidence(OUT_OF_PLACE["method"], lambda: (normal(8),)))
+
+
+def test_a_change_that_keeps_a_narrower_type_is_not_made_out_of_place() -> None:
+    routes, _ = captured(lambda x, w: x.to(torch.bfloat16).mul_(w), normal(3), normal(3))
+    assert {(route.quirk, route.target) for route in routes} == {(IN_PLACE, INDUCTOR)}
 
 
 @pytest.mark.parametrize("name", SEAMS)

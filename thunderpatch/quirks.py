@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .quirks_mutation import mutated, mutations
+from .quirks_functional import make_functional
+from .quirks_mutation import Mutations, mutations
 from .quirks_nodes import (
     argument,
     inputs,
@@ -186,21 +187,23 @@ def reroute(gm: fx.GraphModule) -> list[Route]:
     Each node that must not run in thunder gets a stand-in target that the splitter gives to inductor. If a route
     has the target "eager", the whole graph is to run as captured; it is then left as it was.
     """
-    routes = {id(graph): _decide(graph) for graph in (gm, *nested(gm))}
-    decided = [route for pairs in routes.values() for route, _ in pairs]
-    eager = [route for route in decided if route.target == EAGER]
-    if eager:
-        return eager[:1]
-    for pairs in routes.values():
-        for route, node in pairs:
-            if node is not None and route.target == INDUCTOR:
+    decisions = [_decide(graph) for graph in (gm, *nested(gm))]
+    for _, found in decisions:
+        if found.eager:
+            reason = f"{found.eager} ({found.node}), and thunder gets its gradient wrong"
+            return [Route(IN_PLACE, "", EAGER, reason)]
+    for routes, found in decisions:
+        for node, form in found.functional:
+            make_functional(node, form)
+        for node, route in routes.items():
+            if route.target == INDUCTOR:
                 keep_from_thunder(node)
-            elif node is not None:
+            else:
                 _spell_out_relu(node)
-    return [route for route in decided if route.target == INDUCTOR]
+    return [route for routes, _ in decisions for route in routes.values() if route.target == INDUCTOR]
 
 
-def _decide(gm: fx.GraphModule) -> list[tuple[Route, fx.Node | None]]:
+def _decide(gm: fx.GraphModule) -> tuple[dict[fx.Node, Route], Mutations]:
     routes: dict[fx.Node, Route] = {}
     for node in gm.graph.nodes:
         for quirk in QUIRKS if is_call(node) and not picks(node) else ():
@@ -208,14 +211,11 @@ def _decide(gm: fx.GraphModule) -> list[tuple[Route, fx.Node | None]]:
                 routes[node] = Route(quirk.name, node.name, quirk.target, quirk.reason)
                 break
     found = mutations(gm, lambda node: routes.get(node, IN_THUNDER).target == THUNDER and _thunder_takes(node))
-    if found.eager:
-        reason = f"{found.eager} ({found.node}), and thunder gets its gradient wrong"
-        return [(Route(IN_PLACE, "", EAGER, reason), None)]
     for node in found.outside:
-        reason = f"{spelled(node)} works on a value that is changed in place across a seam"
+        reason = f"{spelled(node)} works on a value that is changed in place and read under two names"
         if routes.get(node, IN_THUNDER).target == THUNDER and not picks(node):
             routes[node] = Route(IN_PLACE, node.name, INDUCTOR, reason)
-    return [(route, node) for node, route in routes.items()]
+    return routes, found
 
 
 def _thunder_takes(node: fx.Node) -> bool:
@@ -228,9 +228,6 @@ def _thunder_takes(node: fx.Node) -> bool:
 def _spell_out_relu(node: fx.Node) -> None:
     """Turn ``relu(x)`` into ``where(x <= 0, 0, x)``, which is what thunder makes of it but for NaN."""
     given = argument(node, 0, "input")
-    if mutated(node):
-        # Nothing else knows the value, or the node would not stay in thunder: what was changed is the result.
-        given.replace_all_uses_with(node, delete_user_cb=lambda user: user > node)
     with node.graph.inserting_before(node):
         negative = node.graph.call_function(torch.le, (given, 0))
     negative.meta["example_value"] = torch.le(value(given), 0)

@@ -1,9 +1,9 @@
 """Finds in-place changes that thunder, or the seam between two partitions, would get wrong.
 
-thunder makes a graph functional and writes the changes back at its end, outside autograd. What the graph makes
-itself and changes in one partition comes out right, and so does a buffer without a gradient. Wrong, always in
-silence, are the gradient of a changed input, of a value that one partition makes and another changes, and of a
-value that is read under two names after the change.
+thunder makes a graph functional and writes the changes back, outside autograd: into an input at the end, into a
+value of the graph's own at once, where the backward may still want the old one. Right is a buffer without a
+gradient. Wrong, always in silence, is the gradient of a changed input, of an op that needs what it has changed, of a
+value that one partition makes and another changes, and of one that is read under two names after the change.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .quirks_functional import Form, functional
 from .quirks_nodes import AUGMENTED_NAMES, bound, inputs, is_call, outputs, spelled, tensors
 
 
@@ -26,6 +27,7 @@ class Mutations:
     eager: str = ""
     node: str = ""
     outside: tuple[fx.Node, ...] = ()
+    functional: tuple[tuple[fx.Node, Form], ...] = ()
 
 
 def mutated(node: fx.Node) -> list[Any]:
@@ -75,6 +77,7 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
         return Mutations()
     given = _storages([node for node in nodes if not is_call(node) and node.op != "output"])
     outside: set[fx.Node] = set()
+    forms: dict[fx.Node, Form] = {}
     graded_nodes = _in_grad_mode(nodes)
     for node, storage in changes:
         names = [other for other in nodes if other.op != "output" and storage in _storages(other)]
@@ -84,10 +87,14 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
         if graded and node not in graded_nodes:
             return Mutations(f"{spelled(node)} changes what has a gradient, in place and under no_grad", node.name)
         if graded:
-            outside.update(_region(node, names, nodes, stays))
+            form = None if _read_under_other_names(node, names, nodes) else functional(node)
+            if form is not None:
+                forms[node] = form
+            else:
+                outside.update(_region(node, names, nodes, stays))
         elif _seam(nodes, stays):
             outside.add(node)
-    return Mutations(outside=tuple(node for node in nodes if node in outside))
+    return Mutations(outside=tuple(node for node in nodes if node in outside), functional=tuple(forms.items()))
 
 
 def _grad_at_stake(nodes: list[fx.Node]) -> bool:
@@ -105,18 +112,23 @@ def _in_grad_mode(nodes: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
+# Changes whose gradient needs nothing of the value that they change.
+FORGETFUL = ("setitem", "__setitem__", "copy_", "zero_", "fill_")
+
+
+def _read_under_other_names(change: fx.Node, names: list[fx.Node], nodes: list[fx.Node]) -> bool:
+    """Whether a view or a base of what was changed, made before, is read after the change."""
+    target, end = change.args[0] if change.args else None, nodes.index(change)
+    others = [name for name in names if name is not target and nodes.index(name) < end]
+    return any(nodes.index(user) > end for name in others for user in name.users)
+
+
 def _region(
     change: fx.Node, names: list[fx.Node], nodes: list[fx.Node], stays: Callable[[fx.Node], bool]
 ) -> list[fx.Node]:
     """Return the nodes that must be in one inductor partition for this change; none if thunder has it right."""
-    begin, end = nodes.index(names[0]), nodes.index(change)
-    between = nodes[begin : end + 1]
-    target = change.args[0] if change.args else None
-    # The value under another name than the one that was changed, read after the change.
-    others = [n for n in names if n is not target and nodes.index(n) < end]
-    stale = any(nodes.index(user) > end for name in others for user in name.users)
-    doubled = isinstance(target, fx.Node) and {target, change} <= set(nodes[-1].all_input_nodes)
-    if not stale and not doubled and all(map(stays, between)):
+    between = nodes[nodes.index(names[0]) : nodes.index(change) + 1]
+    if spelled(change) in FORGETFUL and not _read_under_other_names(change, names, nodes) and all(map(stays, between)):
         return []
     return [node for node in between if is_call(node)]
 

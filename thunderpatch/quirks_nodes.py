@@ -150,4 +150,9 @@ def bound(node: fx.Node, name: str) -> Any:
     """Return the argument that a Python function's parameter ``name`` gets, or None."""
     if not has_parameter(node.target, name):
         return None
-    return argument(node, _parameters(node.target).index(name), name)
+    return argument(node, position(node, name), name)
+
+
+def position(node: fx.Node, name: str) -> int:
+    """Return where a Python function takes the parameter ``name``."""
+    return _parameters(node.target).index(name)
