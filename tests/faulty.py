@@ -39,7 +39,7 @@ class Plain(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).sigmoid()
+        return self.linear(x).sin()
 
 
 class Model(nn.Module):
