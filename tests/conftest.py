@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-
 
 # Tests run side by side, one to a core.
 torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_every_run() -> None:
+def _same_numbers_every_run() -> Iterator[None]:
     torch.manual_seed(0)
+    yield
+    left_on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert left_on, "the test left gradients switched off"

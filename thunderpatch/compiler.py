@@ -111,10 +111,12 @@ class Graph:
             log.info("%s: %s goes to %s: %s", self.owner, route.node or "the graph", route.target, route.reason)
         if any(route.target == "eager" for route in self.routes):
             return self.gm.forward
+        gradients = torch.is_grad_enabled()
         try:
             with backend_context(), _backward_too():
                 call = self._split()
         except Exception as error:
+            torch.set_grad_enabled(gradients)  # a compiler that fails may leave them switched off
             self._fail(error)
             return self.gm.forward
         finally:

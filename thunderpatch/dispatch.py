@@ -54,8 +54,10 @@ class Snapshot:
         self._copies = [(t, version(t), t.detach().clone()) for t in tensors] if several else []
         self._random = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._gradients = torch.is_grad_enabled()  # a compiler that fails may leave them switched off
 
     def put_back(self) -> None:
+        torch.set_grad_enabled(self._gradients)
         with torch.no_grad():
             for tensor, before, copy in self._copies:
                 # batch_norm changes its statistics and does not count that as a write; nor is this one counted.
