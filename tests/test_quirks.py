@@ -177,7 +177,15 @@ SLOW = {"unknown factory"}
 )
 def test_the_fault_is_still_in_thunder(name: str) -> None:
     """Fails on the day that thunder is right: then the quirk goes."""
-    assert not raw_is_right(EVIDENCE[name]), f"thunder has {name!r} right now: take it off the list"
+    right = name == "clamp" and not eager_has_a_gradient_at_the_bounds_of_clamp()
+    assert raw_is_right(EVIDENCE[name]) == right, f"thunder has {name!r} right now: take it off the list"
+
+
+def eager_has_a_gradient_at_the_bounds_of_clamp() -> bool:
+    """It is 1 up to torch 2.14 and 0, as thunder's, in 2.15."""
+    x = torch.tensor([0.0, 1.0], requires_grad=True)
+    x.clamp(0.0, 1.0).sum().backward()
+    return bool(x.grad.all())
 
 
 def test_thunder_still_lacks_the_method_broadcast_to() -> None:
