@@ -268,5 +268,5 @@ def caller(code: types.CodeType) -> Any:
     while frame is not None:
         if frame.f_code is code:
             return frame.f_locals.get("self")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back  # type: ignore[assignment]  # the outermost frame has none, which ends the loop
     return None

@@ -15,7 +15,7 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -271,9 +271,6 @@ class Compiler:
         if ended_by is not None:
             found.breaks[ended_by] = None
         return found
-
-    def __iter__(self) -> Iterable[Graph]:
-        return iter(list(self._graphs.values()))
 
 
 def _graph_break(gm: fx.GraphModule) -> tuple[str, str] | None:

@@ -73,10 +73,6 @@ def fold(name: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def _width(lines: str) -> int:
-    return max(map(len, lines.split("\n")))
-
-
 def fit(columns: Sequence[Column[R]], rows: Sequence[R], width: int) -> dict[str, list[str]]:
     """Choose the columns that have something to say and fit into `width` characters side by side.
 
