@@ -102,6 +102,7 @@ class Optimizer:
         try:
             context: Any = torch._dynamo.optimize(backend, nopython=fullgraph, **settings)
             _interpose(context.callback, watch)
+            context.callback = _Undivided(context.callback)
         except (AttributeError, TypeError):  # a Dynamo of another build: what torch documents is all there is
             self.compile: Callable[..., Any] = functools.partial(
                 torch.compile, backend=backend, fullgraph=fullgraph, **settings
@@ -151,6 +152,29 @@ def _interpose(callback: Any, watch: Watch) -> None:
         convert._inner_convert = _Convert(convert._inner_convert, watch)
     else:  # fullgraph: nothing stands between, since no failure is soft
         callback._torchdynamo_orig_backend = _Convert(convert, watch)
+
+
+class _Undivided:
+    """Dynamo's frame evaluation, which inside a DDP forward would cut each graph at the bounds of DDP's buckets.
+
+    It does so with a compiler of its own making, past `_Convert` and without its budget, and only to let gradients be
+    sent while one large graph is still at work. A region is a part of the model; its gradients come part by part.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend  # see `_Convert`
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._callback, name)
+
+    def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
+        distributed = sys.modules.get("torch.nn.parallel.distributed")
+        if distributed is None or distributed.DistributedDataParallel._get_active_ddp_module() is None:
+            return self._callback(frame, cache_entry, frame_state)
+        # The lock keeps threads apart that set and put back the same value. Dynamo would take it next.
+        with torch._dynamo.convert_frame.compile_lock, torch._dynamo.config.patch(optimize_ddp=False):
+            return self._callback(frame, cache_entry, frame_state)
 
 
 class Watch:
