@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from thunderpatch import graphs
-from thunderpatch.compiler import Graph
+from thunderpatch.graph import Graph
 
 OFF = 1e-2
 

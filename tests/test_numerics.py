@@ -172,7 +172,7 @@ def test_keywords_and_nested_arguments_reach_the_modules() -> None:
 
 
 def test_a_module_that_raises_patched_is_a_failure_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from thunderpatch.compiler import Graph
+    from thunderpatch.graph import Graph
 
     def refuse(self: Graph) -> Any:
         raise NotImplementedError("no such op")

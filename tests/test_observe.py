@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import thunderpatch
 from thunderpatch import registry, report
-from thunderpatch.compiler import Graph
+from thunderpatch.graph import Graph
 from thunderpatch.report import Report, Row, Status
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import thunderpatch
 from thunderpatch import registry, save_reproducers
-from thunderpatch.compiler import Graph
+from thunderpatch.graph import Graph
 
 
 class Sigmoid(nn.Module):

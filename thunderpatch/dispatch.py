@@ -11,7 +11,7 @@ thunder checks, at each call            why it need not
 shape, dtype, device, requires_grad     TENSOR_MATCH guards of Dynamo; sizes are static here, since a graph with
                                         symbolic sizes is split into static ones first (`graphs.specialise`)
 grad mode, default dtype and device,    Dynamo's global-state guards; these are also in the key under which a
-autocast                                compiled graph is found again (`compiler._settings`)
+autocast                                compiled graph is found again (`graph.settings`)
 numbers and strings, module attributes  constants of the captured graph, guarded by Dynamo
 aliasing of arguments                   matters only when an argument is written to: then not direct
 tensor subclasses (DTensor, ...)        only torch.Tensor and Parameter are taken; Dynamo guards the type

@@ -1,7 +1,7 @@
 """What stands in for a module's forward: a wrapt proxy of the original that runs the compiled code.
 
 The way of a call: `PatchedForward.__call__` decides whether this call may be compiled at all, the record's lane
-lets Dynamo's guards pick the code, `compiler.Graph` runs it, and the trail tells the record what ran.
+lets Dynamo's guards pick the code, `graph.Graph` runs it, and the trail tells the record what ran.
 """
 
 from __future__ import annotations

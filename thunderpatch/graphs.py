@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +60,7 @@ def structure(gm: fx.GraphModule) -> tuple[Any, ...] | None:
     None when the graph holds a tensor or an object of its own, which no other graph can share.
     """
     index: dict[fx.Node, int] = {}
+    symbols: dict[str, str] = {}
     parts: list[Any] = []
     try:
         for node in gm.graph.nodes:
@@ -67,7 +69,7 @@ def structure(gm: fx.GraphModule) -> tuple[Any, ...] | None:
             else:
                 target = () if node.op == "placeholder" else (node.target,)
             arguments = _frozen((node.args, node.kwargs), index)
-            value = describe(example(node)) if node.op == "placeholder" else None
+            value = _renamed(describe(example(node)), symbols) if node.op == "placeholder" else None
             parts.append((node.op, target, arguments, value))
             index[node] = len(index)
         key = tuple(parts)
@@ -75,6 +77,15 @@ def structure(gm: fx.GraphModule) -> tuple[Any, ...] | None:
     except TypeError:
         return None
     return key
+
+
+def _renamed(value: Any, symbols: dict[str, str]) -> Any:
+    """Return a description with its symbols numbered as they come: their names differ from trace to trace."""
+    if isinstance(value, tuple):
+        return tuple(_renamed(item, symbols) for item in value)
+    if isinstance(value, str):
+        return re.sub(r"\b[a-z]+\d+\b", lambda m: symbols.setdefault(m[0], f"symbol {len(symbols)}"), value)
+    return value
 
 
 def _attribute(gm: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
@@ -161,6 +172,24 @@ def specialise(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     static = fx.GraphModule(gm, graph, gm.__class__.__name__)
     propagate(static, inputs)
     return static
+
+
+def numbered(gm: fx.GraphModule) -> tuple[fx.GraphModule, frozenset[int]]:
+    """Return a copy that takes as numbers what `gm` takes as tensors only to call `.item()`, and those positions."""
+    copy = copied(gm)
+    found = frozenset(i for i, node in enumerate(placeholders(copy)) if _wraps_a_number(node))
+    for i in found:
+        node = placeholders(copy)[i]
+        for user in list(node.users):
+            user.replace_all_uses_with(node)
+            copy.graph.erase_node(user)
+    copy.recompile()
+    return copy, found
+
+
+def operations(gm: fx.GraphModule) -> int:
+    """Return how many operations a graph has."""
+    return sum(node.op.startswith("call_") for node in gm.graph.nodes)
 
 
 def propagate(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:

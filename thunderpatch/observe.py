@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from torch import nn
 
 from . import registry
-from .compiler import Graph
 from .errors import ArgumentError
 from .forward import inlined_classes
 from .fused import why_never_called
@@ -55,7 +54,7 @@ def _compiled_above(fqn: str, records: dict[str, Record]) -> str | None:
 def _row(model: nn.Module, fqn: str, module: nn.Module, record: Record, above: str | None, sharing: int) -> Row:
     status, reason = _status(model, fqn, module, record, above)
     graphs = list(record.graphs)
-    parts = [part for graph in graphs for part in _parts(graph)]
+    parts = [part for graph in graphs for part in graph.parts]
     thunder = [ops for kind, ops in parts if kind == "thunder"]
     inductor = [ops for kind, ops in parts if kind == "inductor"]
     return Row(
@@ -71,7 +70,7 @@ def _row(model: nn.Module, fqn: str, module: nn.Module, record: Record, above: s
         inductor_partitions=len(inductor),
         ops_thunder=sum(thunder),
         ops_inductor=sum(inductor),
-        split_reasons=_unique(text for graph in graphs for text in _splits(graph)),
+        split_reasons=_unique(text for graph in graphs for text in graph.splits),
         routes=_unique(
             f"{route.node or 'the graph'} to {route.target}: {route.reason}" for g in graphs for route in g.routes
         ),
@@ -105,7 +104,7 @@ def _status(model: nn.Module, fqn: str, module: nn.Module, record: Record, above
     routes = [route for graph in record.graphs for route in graph.routes]
     if _routed_eager(record):
         return Status.ROUTED, "; ".join(_unique(route.reason for route in routes if route.target == "eager"))
-    if any(kind == "inductor" for graph in record.graphs for kind, _ in _parts(graph)):
+    if any(kind == "inductor" for graph in record.graphs for kind, _ in graph.parts):
         routed = "; ".join(_unique(f"{route.node} is routed there: {route.reason}" for route in routes))
         return Status.PARTLY, routed or "thunder leaves some operations to inductor"
     return Status.COMPILED, ""
@@ -136,20 +135,6 @@ def _uncalled(model: nn.Module, fqn: str, record: Record, above: str | None) -> 
     if record.cls in inlined_classes:
         return Status.INLINED, f"an outer torch.compile takes the originals of {record.cls.__name__} modules in"
     return Status.NEVER_CALLED, ""
-
-
-def _parts(graph: Graph) -> Iterator[tuple[str, int]]:
-    """Yield (compiler, number of operations) for each partition of a graph."""
-    if graph.info is None:
-        return
-    for captured, compiled in graph.info.submodule_to_compiled_functions.items():
-        ops = sum(node.op.startswith("call_") for node in captured.graph.nodes)
-        yield ("thunder" if compiled.compiler.name == "THUNDER" else "inductor"), ops
-
-
-def _splits(graph: Graph) -> Iterator[str]:
-    for reason in graph.info.split_reasons if graph.info is not None else ():
-        yield f"{reason.info}{f' ({reason.exception})' if reason.exception else ''}"
 
 
 def _unique(texts: Iterator[str] | list[str]) -> list[str]:

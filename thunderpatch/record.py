@@ -13,8 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from . import hooks, regions
 from .capture import Lane
-from .compiler import Compiler, Graph, without_frames
+from .compiler import Compiler
 from .errors import CompileError, ThunderPatchWarning
+from .graph import Graph, without_frames
 
 log = logging.getLogger("thunderpatch")
 

@@ -19,8 +19,8 @@ from torch import fx, nn
 from torch.fx.node import _get_qualified_name
 
 from . import graphs, registry, standalone
-from .compiler import Graph
 from .errors import ArgumentError
+from .graph import Graph
 from .quirks_nodes import Opaque
 from .verification import Verification
 
@@ -113,8 +113,8 @@ def _file_name(fqn: str, taken: set[str]) -> str:
 
 def _script(graph: Graph, names: Mapping[str, str], path: Path, inputs: list[Any] | None) -> str:
     """Return the text of a script; write the tensors that it loads beside it."""
-    nodes = graphs.placeholders(graph.gm)
-    text = _Text(graph.gm)
+    nodes = graphs.placeholders(graph.sample)
+    text = _Text(graph.sample)
     beside: dict[str, Any] = {**text.tensors}
     if inputs is not None:
         beside |= {f"input {i}": value for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from .compiler import Graph
+from .graph import Graph
 
 CAPTURE = "Dynamo's capture"
 INDUCTOR = "inductor"
@@ -28,7 +28,7 @@ def find_stage(graphs: Iterable[Graph], agrees: Callable[[], bool]) -> str:
         (INDUCTOR, _instead("_call", ((partition, partition.region.original) for partition in partitions))),
         (TRACE, _instead("call", ((graph, _by_torch_alone(graph)) for graph in graphs))),
     ]
-    if not partitions:
+    if not any(_by_inductor(graph) for graph in graphs):
         del stages[1]
     for stage, context in stages:
         with context:
@@ -39,13 +39,14 @@ def find_stage(graphs: Iterable[Graph], agrees: Callable[[], bool]) -> str:
 
 def _by_inductor(graph: Graph) -> bool:
     """Whether a part of the graph is inductor's."""
-    parts = graph.info.submodule_to_compiled_functions.values() if graph.info is not None else ()
-    return any(part.compiler.name != "THUNDER" for part in parts)
+    return any(compiler == "inductor" for compiler, _ in graph.parts)
 
 
 def _by_torch_alone(graph: Graph) -> Callable[..., Any]:
     """Return a function that compiles the graph anew without any executor but torch's own."""
     options = dataclasses.replace(graph.options, thunder={**graph.options.thunder, "executors": ()})
+    if not graph.partitions:  # thunder has no part of it
+        return graph.call
     twin = Graph(graph.gm, options, graph.owner)
     return lambda *inputs: twin.call(*inputs)
 

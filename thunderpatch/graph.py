@@ -1,0 +1,165 @@
+"""One captured graph, from what Dynamo handed over to something that runs.
+
+Compiling waits for the first call, when real inputs are there: a failure can then be answered with the graph as
+captured, on inputs, buffers and random state that are untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from . import capture, graphs, quirks, splitting
+from .capture import trail
+from .checking import check
+from .compat import backend_context
+from .dispatch import CompileFailure, Partition, Snapshot
+from .errors import CompileError
+from .options import Options
+
+log = logging.getLogger("thunderpatch")
+_Error = TypeVar("_Error", bound=BaseException)
+
+# One at a time: thunder keeps its state in a function's compile data, and Dynamo holds a lock of its own anyway.
+compiling = threading.RLock()
+
+
+class Graph:
+    """One distinct graph under one set of options: as captured, and compiled once it was called."""
+
+    def __init__(self, gm: fx.GraphModule, options: Options, owner: str) -> None:
+        self.gm, self.options, self.owner = gm, options, owner
+        self.routes: list[quirks.Route] = []
+        self.info: Any = None  # thunder's SubgraphInfo
+        self.partitions: list[Partition] = []
+        self.error: Exception | None = None  # why the graph runs as captured
+        self.seconds = 0.0  # of the splitter, which compiles inductor's parts
+        self.breaks: dict[tuple[str, str], None] = {}  # (source line, reason) of graph breaks that end the graph
+        self.call: Callable[..., Any] = self._first_call
+        self.settings = settings()
+
+    @property
+    def sample(self) -> fx.GraphModule:
+        """The graph for one set of sizes, in a form that can be written down."""
+        return self.gm
+
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        """(compiler, number of operations) of each part."""
+        found = self.info.submodule_to_compiled_functions.items() if self.info is not None else ()
+        return [
+            ("thunder" if compiled.compiler.name == "THUNDER" else "inductor", graphs.operations(captured))
+            for captured, compiled in found
+        ]
+
+    @property
+    def splits(self) -> list[str]:
+        """Why the graph was cut, in words."""
+        reasons = self.info.split_reasons if self.info is not None else ()
+        return [f"{reason.info}{f' ({reason.exception})' if reason.exception else ''}" for reason in reasons]
+
+    @property
+    def eager(self) -> bool:
+        """Whether the graph runs as captured, uncompiled: routed so, or after a failure."""
+        return self.error is not None or any(route.target == "eager" for route in self.routes)
+
+    def runner(self) -> Callable[..., Any]:
+        """Return what Dynamo calls: the graph, and a note in the trail that it ran."""
+        ran, this = trail, self
+
+        def run(*inputs: Any) -> Any:
+            ran.graphs.append(this)
+            return this.call(*inputs)
+
+        capture.runs_graphs(run)
+        return run
+
+    def _first_call(self, *inputs: Any) -> Any:
+        with compiling:
+            if self.call != self._first_call:  # another thread was first
+                return self.call(*inputs)
+            call = self._compile(inputs)
+            before = Snapshot(inputs, several=len(self.partitions) > 1)
+            try:
+                if self.options.check and not self.eager:
+                    check(self.gm, call, inputs, self.owner)
+                result = call(*inputs)
+            except CompileFailure as failure:
+                before.put_back()
+                self._fail(failure.__cause__ or failure)
+                call = self.gm.forward
+                result = call(*inputs)
+            self.call = self._fused() or call
+            if not self.eager:
+                log.info("%s: compiled its graph, %d partitions by thunder", self.owner, len(self.partitions))
+            return result
+
+    def _fused(self) -> Callable[..., Any] | None:
+        if len(self.partitions) != 1 or self.eager:
+            return None
+        return splitting.fused(self.info.split_graph_module, self.partitions[0])
+
+    def _compile(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:
+        began = time.perf_counter()
+        self.error = None  # of an attempt before, which raised
+        self.routes = quirks.reroute(self.gm)
+        for route in self.routes:
+            log.info("%s: %s goes to %s: %s", self.owner, route.node or "the graph", route.target, route.reason)
+        if any(route.target == "eager" for route in self.routes):
+            return self.gm.forward
+        gradients = torch.is_grad_enabled()
+        try:
+            with backend_context(), splitting.backward_too():
+                call, self.info, self.partitions = splitting.split(self.gm, self.options, self.owner)
+        except Exception as error:
+            torch.set_grad_enabled(gradients)  # a compiler that fails may leave them switched off
+            self._fail(error)
+            return self.gm.forward
+        finally:
+            self.seconds += time.perf_counter() - began
+        return call
+
+    def _fail(self, error: BaseException) -> None:
+        """Take note of a failure, or raise it, as `on_error` says."""
+        if self.options.on_error == "raise":
+            message = (
+                f"{self.owner}: the region could not be compiled with options {self.options}: "
+                f"{type(error).__name__}: {error}\n"
+                "Leave the module out (exclude=), or let it run uncompiled (on_error='eager')."
+            )
+            self.error = CompileError(message)
+            raise CompileError(message) from error
+        assert isinstance(error, Exception)
+        self.error = without_frames(error)
+        log.info("%s: runs uncompiled after %s: %s", self.owner, type(error).__name__, error)
+
+
+def without_frames(error: _Error) -> _Error:
+    """Return an error that can be kept: the frames that it came through hold the model and its inputs."""
+    links: list[BaseException | None] = [error]
+    for link in links:
+        if link is not None:
+            link.__traceback__ = None
+            links += [other for other in (link.__cause__, link.__context__) if other not in links]
+    return error
+
+
+def settings() -> tuple[Any, ...]:
+    """Return the global state that a compiled graph depends on and that its nodes do not show."""
+    devices = ("cpu", "cuda")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        str(torch.get_default_device()),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
+        torch.is_autocast_cache_enabled(),
+    )

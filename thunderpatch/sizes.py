@@ -1,0 +1,143 @@
+"""Graphs with symbolic sizes: static ones for the first sizes, and one for any size after those.
+
+thunder compiles for sizes that are known. A table of static graphs serves a model whose batches have a few sizes; a
+model that decodes meets a new length with every token. After some of them (`static_sizes`) the rest share one graph,
+which inductor compiles with its sizes left open. `dynamic=False` keeps each size to itself, in thunder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import capture, graphs, quirks, splitting
+from .calls import Call
+from .graph import Graph, compiling, log
+from .options import Options
+
+MOST_SIZES, FEWEST_SIZES, _OPERATIONS = 8, 3, 200
+
+
+def static_sizes(gm: fx.GraphModule) -> int:
+    """Return for how many sizes a graph is compiled before one for any size is made.
+
+    One for any size costs inductor about what 200 operations in all cost thunder (4 to 8 s on one core, torch
+    2.13.0); at most 8 sizes, which is where Dynamo itself would give up, and at least 3, since a data set has a
+    last batch.
+    """
+    return min(MOST_SIZES, max(FEWEST_SIZES, _OPERATIONS // max(1, graphs.operations(gm))))
+
+
+class SymbolicGraph:
+    """A graph with symbolic sizes, as captured, and the graphs that run instead of it."""
+
+    def __init__(
+        self, gm: fx.GraphModule, find: Callable[[fx.GraphModule], Graph], options: Options, owner: str
+    ) -> None:
+        self.gm, self._find, self._options, self.owner = gm, find, options, owner
+        self._symbols = graphs.symbolic_inputs(gm)
+        self._static: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._found: list[Graph] = []
+        self._limit = static_sizes(gm)
+        self._any: Callable[..., Any] | None = None
+        self._must_be_static = options.dynamic is False
+
+    def runner(self) -> Callable[..., Any]:
+        """Return what Dynamo calls."""
+        this, table, symbols = self, self._static, self._symbols
+
+        def run(*inputs: Any) -> Any:
+            sizes = tuple([v.item() if isinstance(v := inputs[i], torch.Tensor) else v for i in symbols])
+            call = table.get(sizes) or this._call_for(sizes, inputs)
+            return call(*inputs)
+
+        capture.runs_graphs(run)
+        return run
+
+    def _call_for(self, sizes: tuple[Any, ...], inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self._any is not None:
+            return self._any
+        with compiling:
+            if len(self._static) >= self._limit and not self._must_be_static:
+                self._any = self._for_any(inputs)
+                self._must_be_static = self._any is None
+                return self._any or self._call_for(sizes, inputs)
+            if sizes not in self._static:
+                graph = self._find(graphs.specialise(self.gm, inputs))
+                self._found.append(graph)
+                self._static[sizes] = graph.runner()
+            return self._static[sizes]
+
+    def _for_any(self, inputs: Sequence[Any]) -> Callable[..., Any] | None:
+        graph = AnySizes(self.gm, self._options, self.owner, inputs)
+        graph.breaks = dict(self._found[0].breaks)
+        if any(known.eager for known in self._found):  # it writes to its inputs: so it does with any sizes
+            graph.routes = next(known.routes for known in self._found if known.eager)
+            return graph.runner()
+        try:
+            graph.prove(inputs)
+        except Exception as error:  # then each size is compiled by itself, as before
+            log.info("%s: no graph for any size, since inductor raised %s: %s", self.owner, type(error).__name__, error)
+            return None
+        log.info("%s: compiled a graph for any size, after %d sizes", self.owner, self._limit)
+        return graph.runner()
+
+
+class AnySizes(Graph):
+    """A graph for all sizes, compiled by inductor."""
+
+    def __init__(self, gm: fx.GraphModule, options: Options, owner: str, inputs: Sequence[Any]) -> None:
+        super().__init__(gm, options, owner)
+        self._sample = graphs.specialise(gm, inputs)
+        reason = (
+            f"it met more than {static_sizes(gm)} sizes, and thunder would compile for each (dynamic=False: it does)"
+        )
+        self.routes = [quirks.Route("sizes", "the graph", quirks.INDUCTOR, reason)]
+        self._compiled = _compiled(gm, options)
+
+    @property
+    def sample(self) -> fx.GraphModule:
+        return self._sample
+
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        return [] if self.eager else [("inductor", graphs.operations(self._sample))]
+
+    def prove(self, inputs: Sequence[Any]) -> None:
+        """Compile for any sizes, in a run on copies of the inputs; nothing else is changed by it."""
+        began = time.perf_counter()
+        with torch.random.fork_rng(), splitting.backward_too():
+            self._compiled(*Call.of(inputs, {}).fresh().args)
+        self.seconds += time.perf_counter() - began
+
+    def _compile(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:
+        return self.gm.forward if self.eager else self._compiled
+
+
+def _compiled(gm: fx.GraphModule, options: Options) -> Callable[..., Any]:
+    """Return `gm` as a function that is compiled at its first call and takes any sizes after that.
+
+    It is traced by Dynamo once more, now with all sizes left open, so that what inductor finds out about them
+    becomes guards.
+    """
+    numbered, numbers = graphs.numbered(gm)
+
+    def inductor(gm: fx.GraphModule, inputs: list[Any], **_: Any) -> Any:
+        return torch._inductor.compile(gm, inputs, options=dict(options.inductor) or None)
+
+    def forward(*inputs: Any) -> Any:
+        return numbered(*inputs)
+
+    optimizer = capture.Optimizer(inductor, capture.Watch(), dynamic=True, fullgraph=True)
+    compiled = optimizer.compile(capture.fresh(forward))
+    if not numbers:
+        return compiled  # type: ignore[no-any-return]  # Dynamo's own wrapper has no types
+
+    def call(*inputs: Any) -> Any:
+        return compiled(*(value.item() if i in numbers else value for i, value in enumerate(inputs)))
+
+    return call

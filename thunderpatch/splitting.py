@@ -1,0 +1,118 @@
+"""thunder's splitter: which parts of a captured graph thunder compiles, and which inductor does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from . import graphs
+from .compat import load_thunder
+from .dispatch import Partition
+from .options import Options
+
+
+def split(gm: fx.GraphModule, options: Options, owner: str) -> tuple[Callable[..., Any], Any, list[Partition]]:
+    """Return a function that runs the parts of a graph, thunder's account of them, and those that thunder has."""
+    thunder = load_thunder()
+    from thunder.dynamo.splitter import _splitter
+    from thunder.dynamo.utils import recompile_graph, remove_empty_autocast
+    from thunder.transforms.extraction_only_prologue_transform import ExtractionOnlyPrologueTransform
+
+    # The splitter edits nodes; what was captured stays as it is, to fall back on and to differentiate twice.
+    gm = graphs.copied(gm)
+    remove_empty_autocast(gm)
+    recompile_graph(gm)
+    settings = dict(options.thunder)
+    settings.setdefault("fusion_type", "dataflow")
+    settings.setdefault("thunderfx_disable_split_autograd", True)
+    # Dynamo's guards hold for every call that gets here: thunder need not check tensors again.
+    prune = ExtractionOnlyPrologueTransform(skip_check_on_input_tensors=True)
+    settings["transforms"] = [*(settings.get("transforms") or ()), prune]
+    inductor = functools.partial(torch._inductor.compile, options=dict(options.inductor) or None)
+    jit = functools.partial(_jit, functools.partial(thunder.jit, **settings), bool(options.thunder.get("transforms")))
+    divided, info = _splitter(gm, jit, inductor, [], settings)
+    whole: Any = info.original_split_graph_module
+    captured = whole.split_graph_module
+    parts, partitions = dict[str, Any](), list[Partition]()
+    for name, child in divided.named_children():
+        if name.startswith("thunder_"):
+            original = getattr(captured, name.replace("thunder_", "submod_"))
+            partitions.append(Partition(child, original, owner, options))
+            parts[name] = partitions[-1]
+        else:
+            parts[name] = child
+    return _straight(divided, parts), info, partitions
+
+
+def fused(divided: fx.GraphModule, partition: Partition) -> Callable[..., Any] | None:
+    """Return a function without the split graph around it, where that does nothing but call one partition."""
+    nodes = list(divided.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    calls = [node for node in nodes if node.op == "call_module"]
+    results = nodes[-1].args[0]
+    if len(calls) != 1 or calls[0].kwargs or not all(arg in inputs for arg in calls[0].args):
+        return None
+    parts = [(operator.getitem, (calls[0], k)) for k in range(len(results))]
+    if list(results) != [calls[0]] and [(node.target, node.args) for node in results] != parts:
+        return None
+    if len(nodes) > len(inputs) + 2 + (len(parts) if list(results) != [calls[0]] else 0):
+        return None
+    return partition.fused([inputs.index(arg) for arg in calls[0].args], len(inputs), len(results))
+
+
+def backward_too() -> contextlib.AbstractContextManager[Any]:
+    """Let inductor compile the backward of its parts together with their forward.
+
+    It would wait for the first backward, and a failure there is too late to be answered. The setting is private to
+    the length of a compilation; torch 2.9 has none.
+    """
+    config = torch._functorch.config
+    if not hasattr(config, "force_non_lazy_backward_lowering"):
+        return contextlib.nullcontext()
+    return config.patch(force_non_lazy_backward_lowering=True)  # type: ignore[no-any-return]
+
+
+class _Jitted(nn.Module):
+    """What thunder made of a plain function, in the form in which the splitter takes it."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self._lc_cd, self._lc_cs = function._lc_cd, function._lc_cs
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def _jit(jit: Callable[..., Any], as_module: bool, part: fx.GraphModule, **options: Any) -> nn.Module:
+    """Let thunder compile a partition, by its bare code where that says it all.
+
+    thunder interprets what it is given line by line: a module's way to its forward costs it as much again as the code
+    of a small graph. The caller's transforms may look for a module (`as_module`).
+    """
+    if as_module or any(node.op in ("get_attr", "call_module") for node in part.graph.nodes):
+        return jit(part, **options)  # type: ignore[no-any-return]
+    return _Jitted(jit(functools.partial(type(part).forward, None), **options))
+
+
+def _straight(split: fx.GraphModule, parts: dict[str, Any]) -> Callable[..., Any]:
+    """Return the split graph as a plain function, its parts reached without a module's __getattr__ and __call__."""
+    shell = _Shell()
+    for node in split.graph.nodes:
+        if node.op == "get_attr":
+            name = str(node.target).split(".")[0]
+            setattr(shell, name, getattr(split, name))
+    for name, part in parts.items():
+        setattr(shell, name, part)
+    forward = type(split).forward
+    return functools.partial(forward, shell)
+
+
+class _Shell:
+    """Holds the parts of a split graph under the names that its code uses."""
