@@ -33,8 +33,9 @@ from typing import Any
 
 import torch
 
-from .autograd import Gradient, Observed, Region, version
+from .autograd import Gradient
 from .options import Options
+from .recomputation import Observed, Region, version
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -77,7 +78,7 @@ class Partition:
 
     def __init__(self, jitted: Any, original: Callable[..., Any], owner: str, options: Options) -> None:
         self.jitted, self.owner = jitted, owner
-        self.region = Region(original, owner, options.on_error)
+        self.region = Region(original, owner, options.on_error, options.double_backward)
         self.seconds = 0.0
         self.direct = False  # whether calls go straight to the computation
         self._may_be_direct = options.direct

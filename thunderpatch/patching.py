@@ -101,6 +101,7 @@ def apply(
     on_error: str = "raise",
     check: bool = False,
     direct: bool = True,
+    double_backward: bool = False,
     **thunderfx_options: Any,
 ) -> Patch:
     """Make the selected modules of `model` run through thunderfx, in place.
@@ -110,6 +111,8 @@ def apply(
     `mode` and `options`. `on_error="raise"` raises `CompileError` when a region cannot be compiled, `"eager"`
     lets that module run its original from then on, with a warning. `check=True` compares each compiled
     graph's first run with the original. `direct=False` leaves thunder's own checks in each call.
+    `double_backward=True` keeps each region's inputs until its backward, for steps that differentiate a gradient
+    (`create_graph=True`); without it such a step works where the inputs are alive anyway, and else raises.
 
     Nothing is compiled yet: that happens at a module's first call. Applying again with equal options changes
     nothing. Returns a `Patch`, which owns what was installed.
@@ -124,7 +127,9 @@ def apply(
     <Patch of 1 modules, 1 active; defaults>
     """
     load_thunder()
-    options = read_options(thunderfx_options, on_error=on_error, check=check, direct=direct)
+    options = read_options(
+        thunderfx_options, on_error=on_error, check=check, direct=direct, double_backward=double_backward
+    )
     selected = select(model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested)
     new = {fqn: module for fqn, module in selected.items() if not _patched_alike(fqn, module, options)}
     compiler = compiler_for(options, watch, watch.owner)

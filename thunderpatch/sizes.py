@@ -17,7 +17,9 @@ from torch import fx
 from . import capture, graphs, quirks, splitting
 from .calls import Call
 from .graph import Graph, compiling, log
+from .inductor import InductorPart
 from .options import Options
+from .recomputation import Region
 
 MOST_SIZES, FEWEST_SIZES, _OPERATIONS = 8, 3, 200
 
@@ -97,7 +99,8 @@ class AnySizes(Graph):
             f"it met more than {static_sizes(gm)} sizes, and thunder would compile for each (dynamic=False: it does)"
         )
         self.routes = [quirks.Route("sizes", "the graph", quirks.INDUCTOR, reason)]
-        self._compiled = _compiled(gm, options)
+        region = Region(gm.forward, owner, options.on_error, options.double_backward)
+        self._compiled = InductorPart(_compiled(gm, options), self._sample, region)
 
     @property
     def sample(self) -> fx.GraphModule:
@@ -111,7 +114,7 @@ class AnySizes(Graph):
         """Compile for any sizes, in a run on copies of the inputs; nothing else is changed by it."""
         began = time.perf_counter()
         with torch.random.fork_rng(), splitting.backward_too():
-            self._compiled(*Call.of(inputs, {}).fresh().args)
+            self._compiled.compiled(*Call.of(inputs, {}).fresh().args)
         self.seconds += time.perf_counter() - began
 
     def _compile(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:

@@ -14,7 +14,10 @@ from torch import fx, nn
 from . import graphs
 from .compat import load_thunder
 from .dispatch import Partition
+from .inductor import InductorPart
 from .options import Options
+from .quirks_nodes import runs_as_captured
+from .recomputation import Region
 
 
 def split(gm: fx.GraphModule, options: Options, owner: str) -> tuple[Callable[..., Any], Any, list[Partition]]:
@@ -34,19 +37,22 @@ def split(gm: fx.GraphModule, options: Options, owner: str) -> tuple[Callable[..
     # Dynamo's guards hold for every call that gets here: thunder need not check tensors again.
     prune = ExtractionOnlyPrologueTransform(skip_check_on_input_tensors=True)
     settings["transforms"] = [*(settings.get("transforms") or ()), prune]
-    inductor = functools.partial(torch._inductor.compile, options=dict(options.inductor) or None)
+    inductor = functools.partial(_inductor, dict(options.inductor) or None)
     jit = functools.partial(_jit, functools.partial(thunder.jit, **settings), bool(options.thunder.get("transforms")))
     divided, info = _splitter(gm, jit, inductor, [], settings)
     whole: Any = info.original_split_graph_module
     captured = whole.split_graph_module
     parts, partitions = dict[str, Any](), list[Partition]()
     for name, child in divided.named_children():
+        original = getattr(captured, name.replace("thunder_", "submod_").replace("inductor_", "submod_"))
         if name.startswith("thunder_"):
-            original = getattr(captured, name.replace("thunder_", "submod_"))
             partitions.append(Partition(child, original, owner, options))
             parts[name] = partitions[-1]
+        elif runs_as_captured(original):
+            parts[name] = original.forward
         else:
-            parts[name] = child
+            region = Region(original, owner, options.on_error, options.double_backward)
+            parts[name] = InductorPart(child, original, region)
     return _straight(divided, parts), info, partitions
 
 
@@ -67,15 +73,20 @@ def fused(divided: fx.GraphModule, partition: Partition) -> Callable[..., Any] |
 
 
 def backward_too() -> contextlib.AbstractContextManager[Any]:
-    """Let inductor compile the backward of its parts together with their forward.
+    """Let inductor compile the backward of its parts together with their forward, to run as often as asked.
 
-    It would wait for the first backward, and a failure there is too late to be answered. The setting is private to
-    the length of a compilation; torch 2.9 has none.
+    It would wait for the first backward, and a failure there is too late to be answered. The settings are private to
+    the length of a compilation; torch 2.9 lacks the first.
     """
     config = torch._functorch.config
-    if not hasattr(config, "force_non_lazy_backward_lowering"):
-        return contextlib.nullcontext()
-    return config.patch(force_non_lazy_backward_lowering=True)  # type: ignore[no-any-return]
+    # A donated buffer would make `retain_graph=True`, which eager takes, an error.
+    wanted = {"force_non_lazy_backward_lowering": True, "donated_buffer": False}
+    return config.patch({name: value for name, value in wanted.items() if hasattr(config, name)})  # type: ignore[no-any-return]
+
+
+def _inductor(options: dict[str, Any] | None, part: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Let inductor compile a part, unless that holds an operation which only eager gets right."""
+    return part.forward if runs_as_captured(part) else torch._inductor.compile(part, inputs, options=options)
 
 
 class _Jitted(nn.Module):

@@ -1,0 +1,155 @@
+"""A part that inductor compiled, as autograd sees it: one whose gradient can be differentiated again.
+
+The backward that AOT autograd makes refuses `create_graph=True`. Here it stands inside a function of autograd that
+runs it in ordinary training, and recomputes the part as captured where the gradient itself needs a history.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.graph import get_gradient_edge
+
+from . import graphs
+from .errors import CompileError
+from .recomputation import Observed, Recomputation, Region, is_tensor
+
+_keeps_graph: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
+class InductorPart:
+    """Runs what inductor made of a part; the first call settles which kind all are, since Dynamo guards that."""
+
+    def __init__(self, compiled: Callable[..., Any], captured: fx.GraphModule, region: Region) -> None:
+        self.compiled, self.region = compiled, region
+        self._views = _returns_views(captured)
+        self._recomputation: Recomputation | None = None
+        self._call: Callable[..., Any] = self._first_call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def _first_call(self, *args: Any) -> Any:
+        if not torch.is_grad_enabled() or not any(_wants_gradient(arg) for arg in args):
+            result = self.compiled(*args)
+            self._call = self.compiled
+        elif self._views:  # a view has to stay one, for what writes to it
+            result = self._once_only(*args)
+            self._call = self._once_only
+        else:
+            result = _apply(self, Observed(args), *args)
+            self._call = functools.partial(_apply, self, None)
+        return result
+
+    def recomputation(self, args: Sequence[Any], observed: Observed | None) -> Recomputation:
+        """Return what a backward needs that is to be differentiated; made after the first call."""
+        if self._recomputation is None:
+            assert observed is not None
+            self._recomputation = Recomputation(self.region, args, observed, {})
+        return self._recomputation
+
+    def _once_only(self, *args: Any) -> Any:
+        result = self.compiled(*args)
+        outputs = result if isinstance(result, (tuple, list)) else [result]
+        for node in {output.grad_fn for output in outputs if _wants_gradient(output) and output.grad_fn is not None}:
+            node.register_prehook(self._refuse)
+        return result
+
+    def _refuse(self, grads: Any) -> None:
+        if torch.is_grad_enabled():
+            raise CompileError(
+                f"{self.region.owner}: double backward (create_graph=True) does not work through a part of it that "
+                "inductor compiled and that returns a view. Leave the region out: thunderpatch.disabled(model) around "
+                "this step, or apply(..., exclude=...)."
+            )
+
+
+class _Differentiable(torch.autograd.Function):
+    """Puts a compiled function's own piece of autograd's graph behind a node that can also recompute it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: InductorPart, observed: Observed | None, *args: Any) -> Any:
+        given = [_behind(arg) if _wants_gradient(arg) else arg for arg in args]
+        with torch.enable_grad():
+            result = part.compiled(*given)
+        single = is_tensor(result)
+        outputs = [result] if single else result
+        # Edges and not tensors: they keep no values alive.
+        ctx.inputs = [get_gradient_edge(g) if g is not arg else None for g, arg in zip(given, args, strict=True)]
+        ctx.outputs = [get_gradient_edge(o) if is_tensor(o) and o.requires_grad else None for o in outputs]
+        ctx.recomputation = part.recomputation(args, observed)
+        ctx.held = ctx.recomputation.hold(args)
+        ctx.set_materialize_grads(False)
+        plain = [output.detach() if is_tensor(output) else output for output in outputs]
+        ctx.mark_non_differentiable(
+            *[p for p, edge in zip(plain, ctx.outputs, strict=True) if edge is None and is_tensor(p)]
+        )
+        return plain[0] if single else tuple(plain)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        recomputation: Recomputation = ctx.recomputation
+        if torch.is_grad_enabled():
+            inputs = recomputation.inputs(ctx.held, (), "double backward (create_graph=True)")
+            return None, None, *recomputation.recomputed(inputs, grads, create_graph=True)
+        pairs = [(edge, grad) for edge, grad in zip(ctx.outputs, grads, strict=True) if edge and grad is not None]
+        wanted = [edge for edge, needed in zip(ctx.inputs, ctx.needs_input_grad[2:], strict=True) if edge and needed]
+        if not pairs or not wanted:
+            return (None,) * (2 + len(ctx.inputs))
+        edges, given = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(edges, wanted, given, retain_graph=_keeps_graph(), allow_unused=True))
+        needed = ctx.needs_input_grad[2:]
+        return (
+            None,
+            None,
+            *(next(found) if edge and yes else None for edge, yes in zip(ctx.inputs, needed, strict=True)),
+        )
+
+
+class _Behind(torch.autograd.Function):
+    """A node that a gradient arrives at, and that holds nothing of the value which passes it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, boxed: list[torch.Tensor]) -> torch.Tensor:
+        return boxed[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None
+
+
+_ANCHOR = torch.empty(0, requires_grad=True)
+
+
+def _behind(value: torch.Tensor) -> torch.Tensor:
+    """Return `value` with a history of its own. A parameter stays alive anyway: a leaf will do."""
+    if type(value) is torch.nn.Parameter:
+        return value.detach().requires_grad_()
+    with torch.enable_grad():
+        return _Behind.apply(_ANCHOR, [value.detach()])  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _wants_gradient(value: Any) -> bool:
+    return is_tensor(value) and value.requires_grad
+
+
+def _returns_views(part: fx.GraphModule) -> bool:
+    """Whether an output lives in the memory of an input or of another output; True where that is not known."""
+    results = next(node for node in part.graph.nodes if node.op == "output").all_input_nodes
+    values = [graphs.example(node) for node in (*graphs.placeholders(part), *results)]
+    if not all(isinstance(value, (torch.Tensor, int, float, bool, *graphs.SYMBOLS)) for value in values):
+        return True
+    places = [value.untyped_storage()._cdata if is_tensor(value) else None for value in values]
+    inputs, outputs = (
+        places[: -len(results) or None],
+        [place for place in places[len(places) - len(results) :] if place],
+    )
+    return len(set(outputs)) < len(outputs) or any(place in inputs for place in outputs)
+
+
+# See `autograd._apply`.
+_apply: Callable[..., Any] = getattr(super(torch.autograd.Function, _Differentiable), "apply", _Differentiable.apply)
