@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -129,8 +130,17 @@ def describe(value: Any) -> tuple[Any, ...]:
             value.is_inference(),
             value.is_conj(),
             value.is_neg(),
+            *_wrapped(value),
         )
     return (type(value).__name__, str(value))
+
+
+def _wrapped(value: torch.Tensor) -> tuple[Any, ...]:
+    """Describe what a wrapper subclass holds: of a DTensor its local part, its mesh and placements."""
+    if not is_traceable_wrapper_subclass(value):
+        return ()
+    names, context = value.__tensor_flatten__()
+    return (repr(context), *(describe(getattr(value, name)) for name in names))
 
 
 def _sizes(sizes: Sequence[Any]) -> tuple[Any, ...]:

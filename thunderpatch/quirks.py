@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .quirks_functional import make_functional
 from .quirks_mutation import Mutations, mutations
@@ -55,6 +56,10 @@ class Quirk:
 
 def _complex(node: fx.Node) -> bool:
     return needs_grad(node) and any(t.is_complex() for t in [*inputs(node), *outputs(node)])
+
+
+def _subclass(node: fx.Node) -> bool:
+    return any(is_traceable_wrapper_subclass(t) for t in [*inputs(node), *outputs(node)])
 
 
 def _empty(node: fx.Node) -> bool:
@@ -176,6 +181,7 @@ QUIRKS: tuple[Quirk, ...] = (
     ),
     Quirk("relu of NaN", _relu, "thunder turns NaN into 0 when a gradient is needed", THUNDER),
 )
+SUBCLASS = Quirk("tensor subclass", _subclass, "thunder does not know DTensors and other tensors that wrap tensors")
 IN_PLACE = "in-place"
 # What holds of a node that no quirk matches.
 IN_THUNDER = Route("", "", THUNDER, "")
@@ -205,11 +211,12 @@ def reroute(gm: fx.GraphModule) -> list[Route]:
 
 def _decide(gm: fx.GraphModule) -> tuple[dict[fx.Node, Route], Mutations]:
     routes: dict[fx.Node, Route] = {}
-    for node in gm.graph.nodes:
-        for quirk in QUIRKS if is_call(node) and not picks(node) else ():
-            if quirk.matches(node):
-                routes[node] = Route(quirk.name, node.name, quirk.target, quirk.reason)
-                break
+    calls = [node for node in gm.graph.nodes if is_call(node) and not picks(node)]
+    # Cut between a wrapper and what it wraps, inductor fails on the parts: it gets such a graph whole.
+    wrapped = any(map(_subclass, calls))
+    for node in calls:
+        if quirk := SUBCLASS if wrapped else next((quirk for quirk in QUIRKS if quirk.matches(node)), None):
+            routes[node] = Route(quirk.name, node.name, quirk.target, quirk.reason)
     found = mutations(gm, lambda node: routes.get(node, IN_THUNDER).target == THUNDER and _thunder_takes(node))
     for node in found.outside:
         reason = f"{spelled(node)} works on a value that is changed in place and read under two names"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .capture import Lane, Watch
 from .compiler import Compiler
@@ -97,10 +98,15 @@ def signature(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
     Without them Dynamo would see one function with sizes that vary, and make symbols of them.
     """
     parts = [part for _, part, _ in grow(module).places]
-    own = tuple(tuple(p.shape) for part in parts for p in part._parameters.values() if p is not None)
+    own = tuple(_shape(p) for part in parts for p in part._parameters.values() if p is not None)
     given = tuple(_shape(value) for value in (*args, *kwargs.values()))
     return own, given, tuple(kwargs)
 
 
 def _shape(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    if is_traceable_wrapper_subclass(value):  # a DTensor of one shape may be sharded in several ways
+        inner: list[str] = value.__tensor_flatten__()[0]
+        return type(value), tuple(value.shape), tuple(_shape(getattr(value, name)) for name in inner)
+    return tuple(value.shape)
