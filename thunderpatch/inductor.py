@@ -6,6 +6,7 @@ runs it in ordinary training, and recomputes the part as captured where the grad
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -97,17 +98,21 @@ class _Differentiable(torch.autograd.Function):
             inputs = recomputation.inputs(ctx.held, (), "double backward (create_graph=True)")
             return None, None, *recomputation.recomputed(inputs, grads, create_graph=True)
         pairs = [(edge, grad) for edge, grad in zip(ctx.outputs, grads, strict=True) if edge and grad is not None]
-        wanted = [edge for edge, needed in zip(ctx.inputs, ctx.needs_input_grad[2:], strict=True) if edge and needed]
-        if not pairs or not wanted:
-            return (None,) * (2 + len(ctx.inputs))
+        wanted = [e if needed else None for e, needed in zip(ctx.inputs, ctx.needs_input_grad[2:], strict=True)]
+        some = [edge for edge in wanted if edge]
+        if not pairs or not some:
+            return (None,) * (2 + len(wanted))
         edges, given = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(edges, wanted, given, retain_graph=_keeps_graph(), allow_unused=True))
-        needed = ctx.needs_input_grad[2:]
-        return (
-            None,
-            None,
-            *(next(found) if edge and yes else None for edge, yes in zip(ctx.inputs, needed, strict=True)),
-        )
+        keep = _keeps_graph()
+        # Nothing was donated when it was compiled, but what runs the backward asks the setting of now.
+        with _no_donation() if keep else contextlib.nullcontext():
+            found = iter(torch.autograd.grad(edges, some, given, retain_graph=keep, allow_unused=True))
+        return None, None, *(next(found) if edge else None for edge in wanted)
+
+
+def _no_donation() -> Any:
+    config = torch._functorch.config
+    return config.patch(donated_buffer=False) if hasattr(config, "donated_buffer") else contextlib.nullcontext()
 
 
 class _Behind(torch.autograd.Function):

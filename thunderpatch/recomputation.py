@@ -90,6 +90,8 @@ class Recomputation:
     def recomputed(self, inputs: Sequence[Any], grads: Sequence[Any], *, create_graph: bool) -> Sequence[Any]:
         """Return the gradients of the arguments, by running the region as captured."""
         with torch.enable_grad(), contextlib.ExitStack() as stack:
+            # Views, since one input may be computed from another: what flows there is not this region's gradient.
+            inputs = [value.view_as(value) if is_tensor(value) and value.requires_grad else value for value in inputs]
             for device, dtype in self._autocast:
                 stack.enter_context(torch.autocast(device, dtype))
             result = self.region.original(*inputs)
