@@ -14,8 +14,10 @@ thunder = load_thunder()
 Transform = thunder.core.transform_common.Transform
 
 
-def read(on_error: str = "raise", check: bool = False, direct: bool = True, **given: Any) -> Options:
-    return read_options(given, on_error=on_error, check=check, direct=direct)
+def read(
+    on_error: str = "raise", check: bool = False, direct: bool = True, isolate: bool = False, **given: Any
+) -> Options:
+    return read_options(given, on_error=on_error, check=check, direct=direct, isolate=isolate)
 
 
 class Nothing(Transform):
@@ -37,6 +39,7 @@ def test_equal_options_are_equal_in_any_order() -> None:
         {"on_error": "eager"},
         {"check": True},
         {"direct": False},
+        {"isolate": True},
         {"executors": ["sdpa"]},
         {"options": {"epilogue_fusion": False}},
         {"fusion_type": "consecutive"},

@@ -32,18 +32,27 @@ if not hasattr(_profiler, "_is_profiler_enabled"):
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _note_inlined(cls: type) -> bool:
-    """Take note, while Dynamo traces, that an outer torch.compile takes in a patched module of this class.
+def _taken_in(cls: type, isolate: bool) -> bool:
+    """Whether the compiler that traces now takes in a patched module of this class; take note of it if so.
 
     By class and not by module: whatever Dynamo reads of a module it guards on, and a guard that tells modules apart
     would make the outer compiler compile equal layers again and again.
     """
-    if capture.caller(CALL) is None:  # a patched module above takes in what is below it too
-        inlined_classes.add(cls)
+    if capture.caller(CALL) is not None:  # a patched module above takes in what is below it too
+        return True
+    if isolate and not torch.compiler.is_exporting():
+        return False
+    inlined_classes.add(cls)
     return True
 
 
 inlined_classes: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+@torch.compiler.disable(reason="thunderpatch keeps this region for thunder (isolate=True)")  # type: ignore[untyped-decorator]
+def _apart(forward: PatchedForward, args: Any, kwargs: Any) -> Any:
+    """Call a patched forward where an outer torch.compile breaks its graph for it."""
+    return forward(*args, **kwargs)
 
 
 class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
@@ -54,11 +63,13 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
         self._self_local = local  # the instance forward that was there, None where there was none
         self._self_module = module
         self._self_record = record
+        self._self_isolate = record.compiler.options.isolate  # read here, where Dynamo guards on nothing but itself
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            _note_inlined(type(self._self_module))
-            return self.__wrapped__(*args, **kwargs)
+            if _taken_in(type(self._self_module), self._self_isolate):
+                return self.__wrapped__(*args, **kwargs)
+            return _apart(self, args, kwargs)
         record: Record = self._self_record
         if not record.on or _is_jit_tracing() or _dispatch_modes() or _functorch_level() is not None:
             return self._self_bypass(args, kwargs)

@@ -64,6 +64,7 @@ class Options:
     check: bool
     direct: bool
     double_backward: bool
+    isolate: bool
     key: tuple[Any, ...]
 
     def __str__(self) -> str:
@@ -72,13 +73,19 @@ class Options:
         shown |= {"fullgraph": True} if self.fullgraph else {}
         shown |= {"options": dict(self.inductor)} if self.inductor else {}
         shown |= {"on_error": self.on_error} if self.on_error != "raise" else {}
-        shown |= {name: True for name in ("check", "double_backward") if getattr(self, name)}
+        shown |= {name: True for name in ("check", "double_backward", "isolate") if getattr(self, name)}
         shown |= {"direct": False} if not self.direct else {}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items()) or "defaults"
 
 
 def read_options(
-    given: Mapping[str, Any], *, on_error: str, check: bool, direct: bool, double_backward: bool = False
+    given: Mapping[str, Any],
+    *,
+    on_error: str,
+    check: bool,
+    direct: bool,
+    double_backward: bool = False,
+    isolate: bool = False,
 ) -> Options:
     """Check the keywords of an `apply` and return them as `Options`.
 
@@ -102,8 +109,8 @@ def read_options(
     thunder_options = {name: _copied(value) for name, value in given.items() if name in _THUNDER}
     _let_thunder_judge(thunder_options)
     inductor = _inductor_options(given.get("mode"), given.get("options"))
-    key = (_frozen(thunder_options), _frozen(inductor), dynamic, fullgraph, on_error, check, direct, double_backward)
-    return Options(thunder_options, inductor, dynamic, bool(fullgraph), on_error, check, direct, double_backward, key)
+    rest = (dynamic, bool(fullgraph), on_error, check, direct, double_backward, isolate)
+    return Options(thunder_options, inductor, *rest, key=(_frozen(thunder_options), _frozen(inductor), *rest))
 
 
 def _let_thunder_judge(options: Mapping[str, Any]) -> None:

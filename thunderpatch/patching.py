@@ -102,6 +102,7 @@ def apply(
     check: bool = False,
     direct: bool = True,
     double_backward: bool = False,
+    isolate: bool = False,
     **thunderfx_options: Any,
 ) -> Patch:
     """Make the selected modules of `model` run through thunderfx, in place.
@@ -113,6 +114,8 @@ def apply(
     graph's first run with the original. `direct=False` leaves thunder's own checks in each call.
     `double_backward=True` keeps each region's inputs until its backward, for steps that differentiate a gradient
     (`create_graph=True`); without it such a step works where the inputs are alive anyway, and else raises.
+    `isolate=True` keeps the regions inside an outer `torch.compile`, by a graph break around each; without it the outer
+    compiler takes the originals in.
 
     Nothing is compiled yet: that happens at a module's first call. Applying again with equal options changes
     nothing. Returns a `Patch`, which owns what was installed.
@@ -128,7 +131,12 @@ def apply(
     """
     load_thunder()
     options = read_options(
-        thunderfx_options, on_error=on_error, check=check, direct=direct, double_backward=double_backward
+        thunderfx_options,
+        on_error=on_error,
+        check=check,
+        direct=direct,
+        double_backward=double_backward,
+        isolate=isolate,
     )
     selected = select(model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested)
     new = {fqn: module for fqn, module in selected.items() if not _patched_alike(fqn, module, options)}
