@@ -5,20 +5,30 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
-from world import World
+from world import RankFailed, World
 
 import thunderpatch
 
@@ -238,3 +248,141 @@ def test_tensor_parallel_trains_patched_blocks_as_plain_ones(plan: str) -> None:
     # `block.compile()` fails on this one ("Node tangents_2 was invalid, but is output").
     with contextlib.closing(World()) as fresh:
         fresh.run(functools.partial(check_tensor_parallel, plan))
+
+
+# Activation checkpointing runs a block's forward a second time, in the backward.
+
+
+def checkpointed_steps(model: nn.Module, patch: str, sharded: bool) -> list[Any]:
+    model, wrapper = (
+        copy.deepcopy(model),
+        functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT),
+    )
+    if patch == "before":
+        thunderpatch.apply(model, types=Block)
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: type(module) is Block)
+    for block in model.blocks if sharded else ():
+        fully_shard(block)
+    whole = fully_shard(model) if sharded else DDP(model)
+    if patch == "after":
+        thunderpatch.apply(whole, types=Block)
+    elif patch == "wrappers":
+        thunderpatch.apply(whole, types="CheckpointWrapper")
+    found = trained(whole, lambda step: whole(rows(step)).square().mean())
+    if patch in ("before", "after"):
+        ran_compiled(whole, 3)
+    return found
+
+
+def check_checkpointed(sharded: bool) -> None:
+    model = Net()
+    want = checkpointed_steps(model, "", sharded)
+    for patch in ("before", "after", "wrappers"):
+        torch.testing.assert_close(checkpointed_steps(model, patch, sharded), want)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_checkpointed_blocks_train_patched_as_plain(world: World, sharded: bool) -> None:
+    world.run(functools.partial(check_checkpointed, sharded))
+
+
+# Pipeline parallel: each rank has a stage.
+
+
+def pipeline_steps(model: Net, patch: bool) -> list[Any]:
+    model = copy.deepcopy(model)
+    rank, first = dist.get_rank(), dist.get_rank() == 0
+    part = nn.Sequential(*model.blocks[:2]) if first else nn.Sequential(model.blocks[2], model.head)
+    if patch:
+        thunderpatch.apply(part, types=Block)
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, target: (out - target).square().mean())
+    x, target, losses = torch.ones(4, WIDTH), torch.zeros(4, 2), list[torch.Tensor]()
+    for _ in range(2):
+        schedule.step(x) if first else schedule.step(target=target, losses=losses)
+    if patch:
+        ran_compiled(part, 2 if first else 1)
+    return [[loss.detach() for loss in losses], [p.grad for p in part.parameters()]]
+
+
+def check_pipeline() -> None:
+    model = Net()
+    torch.testing.assert_close(pipeline_steps(model, patch=True), pipeline_steps(model, patch=False))
+
+
+def test_pipeline_stages_train_patched_as_plain(world: World) -> None:
+    world.run(check_pipeline)
+
+
+# Checkpoints hold what the plain model holds, under the same names.
+
+
+def sharded(patch: bool) -> nn.Module:
+    model = Net()
+    if patch:
+        thunderpatch.apply(model, repeated=True)
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def check_distributed_checkpoint(folder: str) -> None:
+    for saved_patched in (True, False):
+        source, path = sharded(saved_patched), str(Path(folder, f"patched-{saved_patched}"))
+        want = source(rows(0)).detach()
+        checkpoint.save(get_model_state_dict(source), checkpoint_id=path)
+        target = sharded(not saved_patched)
+        target(rows(0))
+        with torch.no_grad():
+            for p in target.parameters():
+                p.zero_()
+        state = get_model_state_dict(target)
+        checkpoint.load(state, checkpoint_id=path)
+        set_model_state_dict(target, state)
+        torch.testing.assert_close(target(rows(0)).detach(), want)
+
+
+def test_a_distributed_checkpoint_goes_from_patched_to_plain_and_back_and_to_one_process(world: World) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        world.run(functools.partial(check_distributed_checkpoint, folder))
+        torch.manual_seed(0)
+        one = Net()  # the ranks' first model, by the same seed
+        want = {name: value.clone() for name, value in one.state_dict().items()}
+        thunderpatch.apply(one, repeated=True)
+        state = {name: torch.zeros_like(value) for name, value in one.state_dict().items()}
+        checkpoint.load(state, checkpoint_id=str(Path(folder, "patched-True")), no_dist=True)
+        one.load_state_dict(state)
+        torch.testing.assert_close(dict(one.state_dict()), want)
+
+
+# A rank that fails says so, and the others do not wait for ever.
+
+
+class Refused(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+
+def check_one_rank_fails() -> None:
+    model = Net()
+    model.blocks[1].norm = nn.Sequential(model.blocks[1].norm, Refused())  # type: ignore[assignment]
+    ddp = DDP(model)
+    thunderpatch.apply(ddp, types=Block, fullgraph=dist.get_rank() == 1)
+    ddp(rows(0)).sum().backward()
+
+
+def test_a_rank_that_cannot_compile_is_an_error_on_every_rank() -> None:
+    with contextlib.closing(World(collective_timeout=5)) as own:
+        (waited, other), (failed, text) = own.outcomes(check_one_rank_fails, timeout=120)
+    assert not failed and "CompileError: module.blocks.1 (Block)" in text
+    assert not waited and "hangs" not in other and "RuntimeError" in other and "imed out" in other
+
+
+def test_a_check_that_fails_is_told_with_its_rank(world: World) -> None:
+    with pytest.raises(RankFailed, match=r"rank 1[\s\S]*nobody is home"):
+        world.run(check_nobody)
+
+
+def check_nobody() -> None:
+    assert dist.get_rank() == 0, "nobody is home"
