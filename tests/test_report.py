@@ -49,7 +49,7 @@ def test_the_verdict_counts_what_is_compiled_and_names_the_rest() -> None:
     rows = [row(f"a.{i}") for i in range(40)] + [row("b", Status.NEVER_CALLED), row("c", Status.NEVER_CALLED)]
     assert Report(rows).verdict == "40 of 42 modules compiled; 2 never called"
     partly = [row("a", Status.PARTLY), row("b", Status.EAGER), row("c")]
-    assert Report(partly).verdict == "2 of 3 modules compiled (1 partly by inductor); 1 eager"
+    assert Report(partly).verdict == "2 of 3 modules compiled (1 partly outside thunder); 1 eager"
     routed = [row("a", Status.ROUTED, calls=2, compiled_calls=2), row("b", Status.ROUTED, calls=2)]
     assert Report(routed).verdict == ("1 of 2 modules compiled (1 with operations routed around thunder); 1 routed")
     assert Report([row("a")]).verdict == "1 of 1 module compiled"

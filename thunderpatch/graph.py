@@ -22,6 +22,7 @@ from .compat import backend_context
 from .dispatch import CompileFailure, Partition, Snapshot
 from .errors import CompileError
 from .options import Options
+from .quirks_nodes import runs_as_captured
 
 log = logging.getLogger("thunderpatch")
 _Error = TypeVar("_Error", bound=BaseException)
@@ -51,12 +52,9 @@ class Graph:
 
     @property
     def parts(self) -> list[tuple[str, int]]:
-        """(compiler, number of operations) of each part."""
+        """(what runs it, number of operations) of each part."""
         found = self.info.submodule_to_compiled_functions.items() if self.info is not None else ()
-        return [
-            ("thunder" if compiled.compiler.name == "THUNDER" else "inductor", graphs.operations(captured))
-            for captured, compiled in found
-        ]
+        return [(_kind(captured, compiled), graphs.operations(captured)) for captured, compiled in found]
 
     @property
     def splits(self) -> list[str]:
@@ -67,7 +65,7 @@ class Graph:
     @property
     def eager(self) -> bool:
         """Whether the graph runs as captured, uncompiled: routed so, or after a failure."""
-        return self.error is not None or any(route.target == "eager" for route in self.routes)
+        return self.error is not None or any(route.whole_graph_eager for route in self.routes)
 
     def runner(self) -> Callable[..., Any]:
         """Return what Dynamo calls: the graph, and a note in the trail that it ran."""
@@ -87,9 +85,10 @@ class Graph:
             call = self._compile(inputs)
             before = Snapshot(inputs, several=len(self.partitions) > 1)
             try:
-                if self.options.check and not self.eager:
-                    check(self.gm, call, inputs, self.owner)
-                result = call(*inputs)
+                with splitting.backward_too():  # the splitter leaves inductor's parts to their first call
+                    if self.options.check and not self.eager:
+                        check(self.gm, call, inputs, self.owner)
+                    result = call(*inputs)
             except CompileFailure as failure:
                 before.put_back()
                 self._fail(failure.__cause__ or failure)
@@ -111,7 +110,7 @@ class Graph:
         self.routes = quirks.reroute(self.gm)
         for route in self.routes:
             log.info("%s: %s goes to %s: %s", self.owner, route.node or "the graph", route.target, route.reason)
-        if any(route.target == "eager" for route in self.routes):
+        if any(route.whole_graph_eager for route in self.routes):
             return self.gm.forward
         gradients = torch.is_grad_enabled()
         try:
@@ -138,6 +137,12 @@ class Graph:
         assert isinstance(error, Exception)
         self.error = without_frames(error)
         log.info("%s: runs uncompiled after %s: %s", self.owner, type(error).__name__, error)
+
+
+def _kind(captured: fx.GraphModule, compiled: Any) -> str:
+    if compiled.compiler.name == "THUNDER":
+        return "thunder"
+    return "eager" if runs_as_captured(captured) else "inductor"
 
 
 def without_frames(error: _Error) -> _Error:

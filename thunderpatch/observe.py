@@ -103,9 +103,9 @@ def _status(model: nn.Module, fqn: str, module: nn.Module, record: Record, above
         return _uncalled(model, fqn, record, above)
     routes = [route for graph in record.graphs for route in graph.routes]
     if _routed_eager(record):
-        return Status.ROUTED, "; ".join(_unique(route.reason for route in routes if route.target == "eager"))
-    if any(kind == "inductor" for graph in record.graphs for kind, _ in graph.parts):
-        routed = "; ".join(_unique(f"{route.node} is routed there: {route.reason}" for route in routes))
+        return Status.ROUTED, "; ".join(_unique(route.reason for route in routes if route.whole_graph_eager))
+    if any(kind != "thunder" for graph in record.graphs for kind, _ in graph.parts):
+        routed = "; ".join(_unique(f"{route.node} goes to {route.target}: {route.reason}" for route in routes))
         return Status.PARTLY, routed or "thunder leaves some operations to inductor"
     return Status.COMPILED, ""
 
@@ -121,7 +121,7 @@ def _displaced(module: nn.Module, record: Record) -> str | None:
 
 
 def _routed_eager(record: Record) -> bool:
-    return any(route.target == "eager" for graph in record.graphs for route in graph.routes)
+    return any(route.whole_graph_eager for graph in record.graphs for route in graph.routes)
 
 
 def _uncalled(model: nn.Module, fqn: str, record: Record, above: str | None) -> tuple[Status, str]:

@@ -27,6 +27,7 @@ from .quirks_nodes import (
     tensors,
     value,
 )
+from .quirks_respelled import spell_out
 
 INDUCTOR, EAGER, THUNDER = "inductor", "eager", "thunder"
 
@@ -40,12 +41,18 @@ class Route:
     target: str
     reason: str
 
+    @property
+    def whole_graph_eager(self) -> bool:
+        """Whether the whole graph runs as captured."""
+        return self.target == EAGER and not self.node
+
 
 @dataclass(frozen=True)
 class Quirk:
     """One fault of thunder: ``matches`` recognises the nodes that show it, ``reason`` says what is wrong.
 
-    ``target`` is where such a node goes: to inductor, or to thunder in other words that it gets right.
+    ``target`` is where such a node goes: to inductor; to thunder, in other words that it gets right; or, as it is, to
+    neither, which takes the operations around it that thunder does not run along.
     """
 
     name: str
@@ -55,7 +62,9 @@ class Quirk:
 
 
 def _complex(node: fx.Node) -> bool:
-    return needs_grad(node) and any(t.is_complex() for t in [*inputs(node), *outputs(node)])
+    if not any(t.is_complex() for t in [*inputs(node), *outputs(node)]):
+        return False
+    return needs_grad(node) or not _thunder_takes(node)
 
 
 def _subclass(node: fx.Node) -> bool:
@@ -74,6 +83,11 @@ def _unknown(node: fx.Node) -> bool:
     from thunder.torch import _torch_to_thunder_function_map
 
     return isinstance(value(node), torch.Tensor) and target not in _torch_to_thunder_function_map
+
+
+def _function_class(node: fx.Node) -> bool:
+    known = "args_tensor_mask" in node.kwargs  # what thunder reads, and torch has dropped in 2.11
+    return node.target is torch.ops.higher_order.autograd_function_apply and not known
 
 
 def _loss_over_classes(node: fx.Node) -> bool:
@@ -108,21 +122,25 @@ def _rounded_division(node: fx.Node) -> bool:
     return op_name(node) in ("div", "divide") and node.kwargs.get("rounding_mode") is not None and needs_grad(node)
 
 
-def _at_least(node: fx.Node) -> bool:
-    return op_name(node) in ("atleast_1d", "atleast_2d", "atleast_3d")
-
-
 def _power(node: fx.Node) -> bool:
     exponent = argument(node, 1, "exponent")
     return op_name(node) == "pow" and needs_grad(node) and (exponent == 0 or isinstance(exponent, fx.Node))
 
 
-def _relu(node: fx.Node) -> bool:
-    return op_name(node) == "relu" and needs_grad(node)
+def _read_as_number(node: fx.Node) -> bool:
+    """Whether a tensor says where, so that how to compile depends on what is in it."""
+    start, index = argument(node, 2, "start"), argument(node, 1, "index")
+    if op_name(node) == "narrow":
+        return isinstance(value(start), torch.Tensor)
+    return op_name(node) == "put" and needs_grad(node) and any(t.dim() == 0 for t in tensors([index]))
 
 
 def _method(name: str) -> Callable[[fx.Node], bool]:
     return lambda node: node.op == "call_method" and node.target == name
+
+
+def _named(*names: str) -> Callable[[fx.Node], bool]:
+    return lambda node: op_name(node) in names
 
 
 def _graded(*names: str) -> Callable[[fx.Node], bool]:
@@ -130,8 +148,13 @@ def _graded(*names: str) -> Callable[[fx.Node], bool]:
 
 
 QUIRKS: tuple[Quirk, ...] = (
-    Quirk("complex gradient", _complex, "thunder's gradients of complex numbers lack conjugation"),
-    Quirk("empty tensor", _empty, "thunder loses the gradient of an empty tensor, or fails on it"),
+    Quirk(
+        "complex numbers",
+        _complex,
+        "thunder's gradients of complex numbers lack conjugation, and inductor fails on some of their operations",
+        EAGER,
+    ),
+    Quirk("empty tensor", _empty, "thunder loses the gradient of an empty tensor, or fails on it", EAGER),
     Quirk(
         "unknown factory",
         _unknown,
@@ -145,7 +168,7 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk("instance_norm statistics", _norm_with_statistics, "thunder computes running statistics wrongly"),
     Quirk("interpolate nearest", _nearest, "thunder rounds the positions of neighbours differently"),
     Quirk("rounded division", _rounded_division, "thunder's gradient of a rounded division is not zero"),
-    Quirk("prod", _graded("prod"), "thunder's gradient of a product is NaN where an input is zero"),
+    Quirk("prod", _graded("prod"), "thunder's gradient of a product is NaN where an input is zero", EAGER),
     Quirk(
         "clamp",
         _graded("clamp", "clip"),
@@ -157,13 +180,23 @@ QUIRKS: tuple[Quirk, ...] = (
         "thunder's gradient of copysign lacks the sign's and is wrong at zero and NaN",
     ),
     Quirk("atan2", _graded("atan2", "arctan2"), "thunder's gradient of atan2 is NaN at the origin"),
-    Quirk("atleast", _at_least, "thunder leaves the tensors of a sequence as they are"),
+    Quirk(
+        "atleast",
+        _named("atleast_1d", "atleast_2d", "atleast_3d"),
+        "thunder leaves the tensors of a sequence as they are",
+    ),
     Quirk(
         "exponential unit",
         _graded("elu", "celu", "selu", "mish"),
         "thunder's gradient is NaN above about 88, where an exponential overflows",
+        THUNDER,
     ),
-    Quirk("sigmoid", _graded("sigmoid"), "thunder's gradient of sigmoid is NaN below about -88"),
+    Quirk(
+        "sigmoid",
+        _graded("sigmoid", "expit", "special_expit"),
+        "thunder's gradient of sigmoid is NaN below about -88",
+        THUNDER,
+    ),
     Quirk("pow", _power, "thunder's gradient of x ** 0 is NaN at zero"),
     Quirk("take_along_dim", _graded("take_along_dim"), "thunder's gradient fails on negative indices"),
     Quirk("max", _graded("max"), "thunder's gradient of max is NaN everywhere when one input is"),
@@ -173,13 +206,16 @@ QUIRKS: tuple[Quirk, ...] = (
         _graded("ceil", "floor", "zero"),
         "thunder's result does not require grad, where eager's does",
     ),
-    Quirk("diagonal", lambda node: op_name(node) == "diagonal", "thunder returns a copy, not a view"),
+    Quirk("autograd.Function", _function_class, "thunder reads what this torch no longer writes"),
+    Quirk("diagonal", _named("diagonal"), "thunder returns a copy, not a view"),
     Quirk(
         "broadcast_to",
         _method("broadcast_to"),
         "thunder knows the function and not the method, which its splitter mixes up",
     ),
-    Quirk("relu of NaN", _relu, "thunder turns NaN into 0 when a gradient is needed", THUNDER),
+    Quirk("number in a tensor", _read_as_number, "inductor cannot compile what depends on a tensor's value", EAGER),
+    Quirk("NaN in a grid", _named("grid_sample", "grid_sampler", "grid_sampler_2d"), "inductor gives 0 there", EAGER),
+    Quirk("relu of NaN", _graded("relu"), "thunder turns NaN into 0 when a gradient is needed", THUNDER),
 )
 SUBCLASS = Quirk("tensor subclass", _subclass, "thunder does not know DTensors and other tensors that wrap tensors")
 IN_PLACE = "in-place"
@@ -190,23 +226,27 @@ IN_THUNDER = Route("", "", THUNDER, "")
 def reroute(gm: fx.GraphModule) -> list[Route]:
     """Decide where the parts of a captured graph go, and edit it so that thunder's splitter does so.
 
-    Each node that must not run in thunder gets a stand-in target that the splitter gives to inductor. If a route
-    has the target "eager", the whole graph is to run as captured; it is then left as it was.
+    Each node that must not run in thunder gets a stand-in target that the splitter takes for unknown. If the whole
+    graph is to run as captured, that is the only route; the graph is then left as it was.
     """
     decisions = [_decide(graph) for graph in (gm, *nested(gm))]
     for _, found in decisions:
         if found.eager:
             reason = f"{found.eager} ({found.node}), and thunder gets its gradient wrong"
             return [Route(IN_PLACE, "", EAGER, reason)]
+    calls = [node for node in gm.graph.nodes if is_call(node) and not picks(node)]
+    eager = [route for node in calls if (route := decisions[0][0].get(node, IN_THUNDER)).target == EAGER]
+    if eager and len(eager) == len(calls):
+        return [Route(eager[0].quirk, "", EAGER, "; ".join(dict.fromkeys(route.reason for route in eager)))]
     for routes, found in decisions:
         for node, form in found.functional:
             make_functional(node, form)
         for node, route in routes.items():
-            if route.target == INDUCTOR:
-                keep_from_thunder(node)
+            if route.target == THUNDER:
+                spell_out(node)
             else:
-                _spell_out_relu(node)
-    return [route for routes, _ in decisions for route in routes.values() if route.target == INDUCTOR]
+                keep_from_thunder(node, uncompiled=route.target == EAGER)
+    return [route for routes, _ in decisions for route in routes.values() if route.target != THUNDER]
 
 
 def _decide(gm: fx.GraphModule) -> tuple[dict[fx.Node, Route], Mutations]:
@@ -230,12 +270,3 @@ def _thunder_takes(node: fx.Node) -> bool:
     from thunder.dynamo.utils import is_node_supported_by_thunder
 
     return not is_call(node) or bool(is_node_supported_by_thunder(node, {})[0])
-
-
-def _spell_out_relu(node: fx.Node) -> None:
-    """Turn ``relu(x)`` into ``where(x <= 0, 0, x)``, which is what thunder makes of it but for NaN."""
-    given = argument(node, 0, "input")
-    with node.graph.inserting_before(node):
-        negative = node.graph.call_function(torch.le, (given, 0))
-    negative.meta["example_value"] = torch.le(value(given), 0)
-    node.op, node.target, node.args, node.kwargs = "call_function", torch.where, (negative, 0.0, given), {}

@@ -8,6 +8,7 @@ value that one partition makes and another changes, and of one that is read unde
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,8 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
     outside: set[fx.Node] = set()
     forms: dict[fx.Node, Form] = {}
     graded_nodes = _in_grad_mode(nodes)
+    # Asking thunder is slow, and a BatchNorm counts in each layer.
+    stays, seam = functools.cache(stays), functools.cache(lambda: _seam(nodes, stays))
     for node, storage in changes:
         names = [other for other in nodes if other.op != "output" and storage in _storages(other)]
         graded = any(t.requires_grad for t in [*inputs(node), *tensors(names)])
@@ -92,7 +95,7 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
                 forms[node] = form
             else:
                 outside.update(_region(node, names, nodes, stays))
-        elif _seam(nodes, stays):
+        elif seam():
             outside.add(node)
     return Mutations(outside=tuple(node for node in nodes if node in outside), functional=tuple(forms.items()))
 

@@ -95,10 +95,13 @@ def nested(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
 
 
 class Opaque:
-    """Calls an op under a name that thunder's splitter does not know, so that it goes to inductor."""
+    """Calls an op under a name that thunder's splitter does not know, so that it goes to inductor.
 
-    def __init__(self, target: Callable[..., Any] | str) -> None:
-        self.target = target
+    With ``uncompiled``, the part that it is in runs as captured.
+    """
+
+    def __init__(self, target: Callable[..., Any] | str, uncompiled: bool) -> None:
+        self.target, self.uncompiled = target, uncompiled
         self.call = _method(target) if isinstance(target, str) else target
         name = target if isinstance(target, str) else str(getattr(target, "__name__", type(target).__name__))
         # The graph's code spells the target by these.
@@ -114,9 +117,9 @@ class Opaque:
 
 
 @functools.cache
-def opaque(target: Callable[..., Any] | str) -> Opaque:
+def opaque(target: Callable[..., Any] | str, uncompiled: bool) -> Opaque:
     """Return the one stand-in for a target; equal graphs stay equal graphs."""
-    return Opaque(target)
+    return Opaque(target, uncompiled)
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -126,11 +129,17 @@ def _method(name: str) -> Callable[..., Any]:
     return call
 
 
-def keep_from_thunder(node: fx.Node) -> None:
+def keep_from_thunder(node: fx.Node, *, uncompiled: bool) -> None:
     """Edit the node so that thunder's splitter gives it to inductor; it computes what it did before."""
     if not isinstance(node.target, Opaque):
-        node.target = opaque(node.target)
+        node.target = opaque(node.target, uncompiled)
         node.op = "call_function"
+
+
+def runs_as_captured(gm: fx.GraphModule) -> bool:
+    """Whether a part holds an operation that neither thunder nor inductor gets right."""
+    nodes = [node for graph in (gm, *nested(gm)) for node in graph.graph.nodes]
+    return any(isinstance(node.target, Opaque) and node.target.uncompiled for node in nodes)
 
 
 def has_parameter(target: Any, name: str) -> bool:

@@ -27,7 +27,7 @@ class Status(str, Enum):
     ROUTED = "routed"  # sent elsewhere because thunder is known to get it wrong
     DISABLED = "disabled"
     RESTORED = "restored"
-    PARTLY = "partly"  # some partitions in thunder, some in inductor
+    PARTLY = "partly"  # some partitions not in thunder: in inductor, or as captured
     COMPILED = "compiled"
 
     __str__ = str.__str__
@@ -176,7 +176,7 @@ class Report:
         compiled = count.pop(Status.COMPILED, 0) + partly + routed
         noun = "module" if len(self.rows) == 1 else "modules"
         line = f"{compiled} of {len(self.rows)} {noun} compiled"
-        parts = [f"{partly} partly by inductor"] if partly else []
+        parts = [f"{partly} partly outside thunder"] if partly else []
         parts += [f"{routed} with operations routed around thunder"] if routed else []
         line += f" ({', '.join(parts)})" if parts else ""
         others = sorted((+count).items(), key=lambda item: ATTENTION[item[0]])

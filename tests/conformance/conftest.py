@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--dtypes", default="", help="run only these dtypes, such as float32,complex64")
     group.addoption("--cases", type=int, default=2, help="samples per op, beside the special ones")
     group.addoption("--through", default="thunderpatch", choices=("thunderpatch", "thunderfx"))
+    group.addoption("--no-code", action="store_true", help="let inductor's parts run as traced, without C++ code")
     group.addoption("--results", type=Path, help="append each outcome as a line of JSON, and skip those there")
 
 
@@ -76,6 +77,14 @@ def record(request: pytest.FixtureRequest) -> Iterator[Any]:
                 file.write(json.dumps(asdict(outcome)) + "\n")
 
     yield note
+
+
+@pytest.fixture(autouse=True)
+def _no_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.config.getoption("--no-code"):
+        from .routes import without_code
+
+        monkeypatch.setattr("torch._inductor.compile", without_code)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

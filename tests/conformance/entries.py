@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -20,9 +21,12 @@ LISTEN = 60
 MAX_ELEMENTS = 20_000
 UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 
-# Eager's own gradient at NaN depends on whether the element falls into a vector or into the rest of the loop,
-# and what NaN and infinity become in a convolution depends on how the algorithm pads.
-NO_SPECIAL = ("hardtanh", "relu6", "hardshrink", "hardsigmoid", "hardswish", "conv")
+# Eager's own gradient at NaN depends on whether the element falls into a vector or into the rest of the loop.
+NO_NAN = ("hardtanh", "relu6", "hardshrink", "softshrink", "hardsigmoid", "hardswish", "elu", "celu", "selu")
+# What NaN and infinity become in a convolution depends on how the algorithm pads.
+NO_SPECIAL = ("conv",)
+# Eager itself reads where it must not, given the lengths and values that are made up here.
+ONLY_SAMPLES = ("_segment_reduce", "pdist")
 
 
 @dataclass
@@ -115,12 +119,18 @@ def spread(items: list[Any], count: int) -> list[Any]:
     return [items[i * len(items) // count] for i in range(count)]
 
 
-def special_values(tensor: Tensor) -> Tensor:
-    """A copy with zeros, NaN, infinities and large numbers strewn in; what is not floating point stays as it is."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
+def _changeable(tensor: Tensor) -> bool:
+    """Whether other values may be put in; indices stay as they are, and what is sparse has no place for them."""
+    dense = tensor.layout is torch.strided and tensor.numel() > 0
+    return dense and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def special_values(tensor: Tensor, nan: float = float("nan")) -> Tensor:
+    """A copy with zeros, NaN, infinities and large numbers strewn in."""
+    if not _changeable(tensor):
         return tensor
     changed = tensor.detach().clone(memory_format=torch.contiguous_format)
-    values = [0.0, float("nan"), float("inf"), -float("inf"), -0.0, 200.0, -200.0]
+    values = [0.0, nan, float("inf"), -float("inf"), -0.0, 200.0, -200.0]
     flat = changed.view(-1)
     for position, value in zip(range(0, flat.numel(), max(1, flat.numel() // 7)), itertools.cycle(values)):
         flat[position] = value
@@ -129,7 +139,7 @@ def special_values(tensor: Tensor) -> Tensor:
 
 def zeroed(tensor: Tensor) -> Tensor:
     """A copy whose every third element is zero, where kinks and divisions hide."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
+    if not _changeable(tensor):
         return tensor
     changed = tensor.detach().clone(memory_format=torch.contiguous_format)
     changed.view(-1)[::3] = 0
@@ -138,7 +148,8 @@ def zeroed(tensor: Tensor) -> Tensor:
 
 def emptied(tensor: Tensor) -> Tensor:
     """The same tensor with nothing along its first dimension."""
-    return tensor.detach()[:0].requires_grad_(tensor.requires_grad) if tensor.dim() else tensor
+    sliced = tensor.dim() and tensor.layout is torch.strided
+    return tensor.detach()[:0].requires_grad_(tensor.requires_grad) if sliced else tensor
 
 
 def _op_samples(op: Any, dtype: torch.dtype, wanted: int) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -151,9 +162,11 @@ def _op_samples(op: Any, dtype: torch.dtype, wanted: int) -> Iterator[tuple[str,
                 samples.append(sample)
     for index, sample in enumerate(spread(samples, wanted)):
         yield f"sample {index}", sample.input, sample.args, sample.kwargs
-    for label, change in (("special", special_values), ("zeros", zeroed), ("empty", emptied)):
-        named = any(name in op.name for name in NO_SPECIAL)
-        for sample in samples[: 0 if label == "special" and named else 1]:
+    name = op.name.rpartition(".")[2]
+    special = functools.partial(special_values, nan=0.0) if name in NO_NAN else special_values
+    for label, change in (("special", special), ("zeros", zeroed), ("empty", emptied)):
+        left_out = name in ONLY_SAMPLES or (label == "special" and any(part in name for part in NO_SPECIAL))
+        for sample in samples[: 0 if left_out else 1]:
             yield label, *pytree.tree_map_only(Tensor, change, (sample.input, sample.args, sample.kwargs))
     for sample in samples[-1:]:
         with contextlib.suppress(Exception):

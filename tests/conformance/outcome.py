@@ -106,14 +106,15 @@ def _comparable(case: Case, outcome: Outcome) -> list[Call]:
 def _run_case(case: Case, entry: Entry, through: Through, outcome: Outcome) -> None:
     calls = _comparable(case, outcome)
     outcome.cases += len(calls)
-    if not calls or not _faults(case.only(*calls), entry, through, outcome):
+    faults = _faults(case.only(*calls), entry, through, outcome) if calls else []
+    if not faults:
         return
     # Something is wrong: one by one, to say what.
     for call in calls:
         for fault in _faults(case.only(call), entry, through, outcome):
             (outcome.raised if "raises" in fault else outcome.wrong).append(f"{case.label}, {call.label}: {fault}")
     if not outcome.raised and not outcome.wrong:
-        outcome.together.append(case.label)
+        outcome.together += [f"{case.label}, all calls together: {fault}" for fault in faults]
 
 
 def _faults(case: Case, entry: Entry, through: Through, outcome: Outcome) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
 
 import thunderpatch
@@ -42,3 +43,16 @@ def through_thunderfx(module: nn.Module) -> Running:
 
 
 THROUGH = {"thunderpatch": through_thunderpatch, "thunderfx": through_thunderfx}
+
+
+def without_code(gm: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any] | None = None) -> Any:
+    """Stand in for `torch._inductor.compile`: all that it does before it writes C++, which then runs op by op.
+
+    The compiler of C++ takes nine tenths of a run and is not what is tested here.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    def inner(gm: torch.fx.GraphModule, inputs: Any, **_: Any) -> Any:
+        return make_boxed_func(gm.forward)
+
+    return compile_fx(gm, inputs, inner_compile=inner, config_patches=options)
