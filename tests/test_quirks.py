@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from thunderpatch import compat
-from thunderpatch.quirks import EAGER, IN_PLACE, INDUCTOR, QUIRKS, THUNDER, Route, reroute
+from thunderpatch.quirks import IN_PLACE, Route, reroute
+from thunderpatch.quirks_known import EAGER, INDUCTOR, QUIRKS, THUNDER
 from thunderpatch.quirks_mutation import mutated
 
 NAN = float("nan")
@@ -82,6 +83,7 @@ EVIDENCE: dict[str, Evidence] = {
         lambda x, grid: F.grid_sample(x, grid, align_corners=False),
         lambda: (normal(1, 1, 2, 2), torch.full((1, 1, 1, 2), NAN)),
     ),
+    "as_strided in place": Evidence(lambda x: (x * 1).as_strided_((2, 2), (1, 2)), lambda: (normal(3, 3),)),
     "diagonal": Evidence(torch.diagonal, lambda: (normal(3, 3),)),
     "relu of NaN": Evidence(F.relu, lambda: (given(NAN, 1.0),)),
 }

@@ -81,6 +81,13 @@ def needs_grad(node: fx.Node) -> bool:
     return any(tensor.requires_grad for tensor in outputs(node))
 
 
+def thunder_takes(node: fx.Node) -> bool:
+    """Whether thunder's splitter would give the node to thunder."""
+    from thunder.dynamo.utils import is_node_supported_by_thunder
+
+    return not is_call(node) or bool(is_node_supported_by_thunder(node, {})[0])
+
+
 def picks(node: fx.Node) -> bool:
     """Whether the node takes one of several results of another; the splitter keeps it with that one."""
     return node.target is operator.getitem and not isinstance(value(node.args[0]), Tensor)

@@ -19,6 +19,7 @@ from .calls import Call
 from .graph import Graph, compiling, log
 from .inductor import InductorPart
 from .options import Options
+from .quirks_known import INDUCTOR
 from .recomputation import Region
 
 MOST_SIZES, FEWEST_SIZES, _OPERATIONS = 8, 3, 200
@@ -98,7 +99,7 @@ class AnySizes(Graph):
         reason = (
             f"it met more than {static_sizes(gm)} sizes, and thunder would compile for each (dynamic=False: it does)"
         )
-        self.routes = [quirks.Route("sizes", "the graph", quirks.INDUCTOR, reason)]
+        self.routes = [quirks.Route("sizes", "the graph", INDUCTOR, reason)]
         region = Region(gm.forward, owner, options.on_error, options.double_backward)
         self._compiled = InductorPart(_compiled(gm, options), self._sample, region)
 

@@ -152,12 +152,16 @@ def emptied(tensor: Tensor) -> Tensor:
     return tensor.detach()[:0].requires_grad_(tensor.requires_grad) if sliced else tensor
 
 
-def _op_samples(op: Any, dtype: torch.dtype, wanted: int) -> Iterator[tuple[str, Any, Any, Any]]:
+def _op_samples(
+    op: Any, dtype: torch.dtype, wanted: int, *, inplace: bool = False
+) -> Iterator[tuple[str, Any, Any, Any]]:
     torch.manual_seed(0)
     listened = itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd), LISTEN)
     samples = []
     with contextlib.suppress(StopIteration):
         for sample in listened:
+            if inplace and sample.broadcasts_input:
+                continue  # the result has no room in the input
             if sum(t.numel() for t in tensors((sample.input, sample.args, sample.kwargs))) <= MAX_ELEMENTS:
                 samples.append(sample)
     for index, sample in enumerate(spread(samples, wanted)):
@@ -183,7 +187,7 @@ def op_cases(op: Any, dtype: torch.dtype, count: int) -> Iterator[Case]:
 
 
 def inplace_cases(op: Any, dtype: torch.dtype, count: int) -> Iterator[Case]:
-    samples = [s for s in _op_samples(op, dtype, count) if isinstance(s[1], Tensor)]
+    samples = [s for s in _op_samples(op, dtype, count, inplace=True) if isinstance(s[1], Tensor)]
     calls = [Call(label, (first, *args), dict(kwargs)) for label, first, args, kwargs in samples]
     method = is_method(op.inplace_variant)
     module = fresh_module(op.inplace_variant, MethodModule if method else OpModule)
