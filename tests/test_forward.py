@@ -333,6 +333,62 @@ def test_what_is_done_to_a_model_between_calls_is_followed(change: str) -> None:
     assert got.requires_grad is want.requires_grad
 
 
+def test_another_forward_of_the_class_is_followed_and_compiled() -> None:
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    class Tripled(Doubled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 3
+
+    def squared(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    model, x = nn.Sequential(Doubled(), Doubled()), torch.full((3,), 5.0)
+    thunderpatch.apply(model, types=Doubled)
+    torch.testing.assert_close(model(x), x * 4)
+    model[0].__class__ = Tripled
+    torch.testing.assert_close(model(x), x * 6)
+    Doubled.forward = squared  # type: ignore[method-assign]
+    torch.testing.assert_close(model(x), (x * 3) ** 2)
+    torch.testing.assert_close(copy.deepcopy(model)(x), (x * 3) ** 2)
+    rows = thunderpatch.report(model).rows
+    assert all(row.compiled_calls == row.calls > 0 for row in rows)
+    assert {row.fqn: row.cls for row in rows} == {"0": "Tripled", "1": "Doubled"}
+    assert thunderpatch.restore(model) == 2
+    torch.testing.assert_close(model(x), (x * 3) ** 2)
+    assert all("forward" not in vars(module) for module in model)
+
+
+def test_forward_mode_autograd_sees_the_original() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x, direction = torch.randn(2, 4), torch.randn(2, 4)
+
+    def tangent() -> Any:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, direction)
+            return torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
+
+    want = tangent()
+    thunderpatch.apply(model, types=[nn.Linear, nn.Tanh])
+    model(x)
+    torch.testing.assert_close(tangent(), want)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor, factor: Any) -> torch.Tensor:
+            return x * float(factor)
+
+    model = nn.Sequential(Scaled())
+    thunderpatch.apply(model, types=Scaled)
+    for factor in (numpy.float32(2), numpy.float64(0.5), numpy.int64(3)):
+        torch.testing.assert_close(model[0](torch.ones(2), factor), torch.full((2,), float(factor)))
+
+
 def test_tied_weights_get_both_gradients() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

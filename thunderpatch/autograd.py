@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from .errors import CompileError
 from .recomputation import Observed, Recomputation, Region, is_tensor
@@ -45,16 +46,27 @@ class Gradient(Recomputation):
         inputs = {id(arg) for arg in args}
         self._views = [k for k, t in enumerate(saved) if is_tensor(t) and t._base is not None and id(t) not in inputs]
         self._fixed = [k for k, yes in enumerate(differentiable or ()) if not yes and is_tensor(data["flat_output"][k])]
+        self._views_of, self._views_alone = _views(data["flat_output"], args)
         place = {id(value): k for k, value in enumerate(data["flat_args"])}
         self._places = [place.get(id(arg)) for arg in args]
 
-    def connect(self, args: Sequence[Any], data: dict[str, Any], saved: Sequence[Any], others: Sequence[Any]) -> None:
-        """Give the outputs in `data` a history, in place. Grad mode is on."""
+    def connect(self, args: Sequence[Any], data: dict[str, Any], saved: Sequence[Any], others: Sequence[Any]) -> Any:
+        """Give the outputs in `data` a history, in place, and return them. Grad mode is on."""
         if self._views:
             saved = list(saved)
             for k in self._views:
                 saved[k] = saved[k].detach()
-        _apply(self, saved, others, data["flat_output"], *args)
+        flat = data["flat_output"]
+        if not self._views_of and not self._views_alone:
+            _apply(self, saved, others, flat, *args)
+            return data["output"]
+        # Autograd lets nobody write to a view that a function of its own returns; what eager returns may be written to.
+        new = {id(flat[k]): flat[k].detach() for k in self._views_alone}
+        _apply(self, saved, others, tuple(new.get(id(output), output) for output in flat), *args)
+        for k, i in self._views_of.items():
+            view = flat[k]
+            new[id(view)] = args[i].as_strided(view.size(), view.stride(), view.storage_offset())
+        return tree_map(lambda output: new.get(id(output), output), data["output"])
 
     def compiled(self, saved: list[Any], others: Any, grads: list[Any], clear: Callable[[], None]) -> list[Any]:
         """Run thunder's backward and return the gradients of the arguments; `clear` lets autograd's copy go."""
@@ -114,3 +126,25 @@ class _Connected(torch.autograd.Function):
 
 # `Function.apply` without what it does for functorch, under which nothing gets here; the same where it is missing.
 _apply: Callable[..., Any] = getattr(super(torch.autograd.Function, _Connected), "apply", _Connected.apply)
+
+
+def _views(outputs: Sequence[Any], args: Sequence[Any]) -> tuple[dict[int, int], list[int]]:
+    """Return which outputs are views of which arguments, and which are the only output in a memory of their own."""
+    found = {k: output for k, output in enumerate(outputs) if is_tensor(output) and output._is_view()}
+    places = [_place(output) for output in outputs]
+    inputs = {_place(arg): i for i, arg in enumerate(args) if is_tensor(arg)}
+    inputs.pop(None, None)
+    of = {
+        k: inputs[places[k]]
+        for k, output in found.items()
+        if places[k] in inputs
+        and not any(output is arg for arg in args)
+        and output.dtype == args[inputs[places[k]]].dtype
+        and not output.is_conj()
+        and not output.is_neg()
+    }
+    return of, [k for k in found if places[k] not in inputs and places.count(places[k]) == 1]
+
+
+def _place(value: Any) -> int | None:
+    return value.untyped_storage().data_ptr() or None if is_tensor(value) and value.layout is torch.strided else None

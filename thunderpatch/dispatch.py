@@ -138,8 +138,7 @@ class Partition:
                 gradient = Gradient(self.region, entry.backward_fn, self._differentiable, args, (raw, saved), observed)
                 self._gradients[id(entry.computation_fn)] = gradient
             with torch.enable_grad():
-                gradient.connect(args, raw, saved, others)
-            raw = raw["output"]
+                raw = gradient.connect(args, raw, saved, others)
         result = entry.epilogue_fn(*to_epilogue, *raw)
         torch.set_grad_enabled(grad_mode)
         return result, entry, inputs, to_epilogue, raw
@@ -200,8 +199,7 @@ def _straight(
 
     def run_with_gradient(*inputs: Any) -> Any:
         data, (saved, others) = computation(*pick(inputs))
-        connect(arguments(inputs), data, saved, others)
-        return data["output"]
+        return connect(arguments(inputs), data, saved, others)
 
     return run_with_gradient
 

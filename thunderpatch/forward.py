@@ -20,11 +20,14 @@ from torch.utils.hooks import RemovableHandle
 
 from . import capture
 from .capture import trail
-from .record import Record
+from .record import Record, log
 
 _is_jit_tracing = torch._C._is_tracing
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.maybe_current_level
+_forward_ad: Any = torch.autograd.forward_ad
+if not hasattr(_forward_ad, "_current_level"):
+    _forward_ad = types.SimpleNamespace(_current_level=-1)
 # Where torch tells whether a profiler is active, as its own modules ask it; where it does not, none is.
 _profiler: Any = torch.autograd.profiler
 if not hasattr(_profiler, "_is_profiler_enabled"):
@@ -63,6 +66,9 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
         self._self_local = local  # the instance forward that was there, None where there was none
         self._self_module = module
         self._self_record = record
+        # The class's function, where that is the original: somebody may give the module another class, or the class
+        # another forward, and the module would follow.
+        self._self_follows = getattr(original, "__func__", None) if local is None else None
         self._self_isolate = record.compiler.options.isolate  # read here, where Dynamo guards on nothing but itself
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +77,15 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
                 return self.__wrapped__(*args, **kwargs)
             return _apart(self, args, kwargs)
         record: Record = self._self_record
-        if not record.on or _is_jit_tracing() or _dispatch_modes() or _functorch_level() is not None:
+        if self._self_follows is not None and type(self._self_module).forward is not self._self_follows:
+            self._self_follow()
+        if (
+            not record.on
+            or _is_jit_tracing()
+            or _dispatch_modes()
+            or _functorch_level() is not None
+            or _forward_ad._current_level >= 0
+        ):
             return self._self_bypass(args, kwargs)
         if record.handles_seen != RemovableHandle.next_id:
             if torch.compiler.is_compiling() or is_fx_symbolic_tracing():
@@ -99,10 +113,21 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
         record.note(ran, lane, compiled=trail.compilations != compilations)  # type: ignore[arg-type]
         return result
 
+    def _self_follow(self) -> None:
+        """Take what the class has for a forward now as the original."""
+        from .registry import class_forward
+
+        self.__wrapped__ = class_forward(self._self_module)
+        self._self_follows = type(self._self_module).forward
+        record: Record = self._self_record
+        record.cls = type(self._self_module)
+        record.start_over()
+        log.info("%s: compiles another forward, which its class has been given", record.name)
+
     def _self_bypass(self, args: Any, kwargs: Any) -> Any:
         record: Record = self._self_record
         if record.on:
-            record.bypass("a tracer, a functorch transform or a dispatch mode was active")
+            record.bypass("a tracer, a functorch transform, forward-mode autograd or a dispatch mode was active")
         return self.__wrapped__(*args, **kwargs)
 
     @property

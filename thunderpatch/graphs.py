@@ -47,11 +47,16 @@ def symbolic_inputs(gm: fx.GraphModule) -> tuple[int, ...]:
 
 
 def _wraps_a_number(node: fx.Node) -> bool:
-    """Whether all that the graph does with an input is `.item()`: so Dynamo hands over floats that vary."""
+    """Whether all that the graph does with an input is `.item()`: so Dynamo hands over floats that vary.
+
+    Of a numpy number Dynamo takes the item by a function of its own.
+    """
     value = example(node)
     if not isinstance(value, torch.Tensor) or value.dim() != 0:
         return False
-    return bool(node.users) and all(user.target == "item" for user in node.users)
+    return bool(node.users) and all(
+        user.target == "item" or getattr(user.target, "__name__", "") == "wrapped_item" for user in node.users
+    )
 
 
 def structure(gm: fx.GraphModule) -> tuple[Any, ...] | None:
