@@ -119,6 +119,15 @@ def test_an_interrupt_ends_the_search_and_restores_the_model() -> None:
     assert not any(map(thunderpatch.is_patched, model))
 
 
+def test_the_check_may_ask_which_modules_are_patched() -> None:
+    model = units(50)
+
+    def check() -> bool:
+        return not all(thunderpatch.is_patched(model[i]) for i in (7, 31))
+
+    assert find_culprits(model, check, types=Unit) == ["7", "31"]
+
+
 def test_modules_inside_others_are_told_apart() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Tanh())
 

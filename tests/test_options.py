@@ -108,6 +108,7 @@ def test_an_option_that_thunder_reads_is_known(name: str) -> None:
         ({"executors": ["no such executor"]}, "thunder refuses"),
         ({"transforms": [print]}, "no thunder Transform"),
         ({"on_error": "ignore"}, "'raise' or 'eager'"),
+        ({"check": "maybe"}, "check must be True or False"),
     ],
 )
 def test_what_would_fail_later_fails_now_and_says_how_to_go_on(given: dict[str, Any], match: str) -> None:
@@ -118,7 +119,7 @@ def test_what_would_fail_later_fails_now_and_says_how_to_go_on(given: dict[str, 
 def test_they_print_as_what_was_given() -> None:
     assert str(read()) == "defaults"
     assert str(read(executors=["sdpa"], fullgraph=True)) == "executors=['sdpa'], fullgraph=True"
-    assert str(read(dynamic=False, on_error="eager")) == "dynamic=False"
+    assert str(read(dynamic=False, on_error="eager")) == "dynamic=False, on_error='eager'"
 
 
 def test_reading_options_leaves_thunders_executors_alone() -> None:

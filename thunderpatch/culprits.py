@@ -13,7 +13,6 @@ from . import registry
 from .errors import ArgumentError
 from .patching import apply
 from .progress import progress
-from .record import Record
 from .selection import Nested, select
 
 
@@ -35,9 +34,9 @@ def find_culprits(
     answer alike when asked again, so it should set its own seed and leave the model's state as it found it.
 
     The selectors are those of `select`, `thunderfx_options` the options of `apply`, as a dict. The modules
-    are patched once and switched on and off, so that nothing compiles twice. Of n modules, k that fail
-    together take about k * log2(n) + k checks, by bisection; without any one of those returned, the others
-    pass.
+    are patched and restored again and again; their code is kept, so that nothing compiles twice. Of n
+    modules, k that fail together take about k * log2(n) + k checks, by bisection; without any one of those
+    returned, the others pass.
 
     Returns an empty list when the check passes with everything patched. Raises `ArgumentError` when it fails
     with everything switched off, since then no patch is to blame; and what `select` and `apply` raise. The
@@ -54,11 +53,11 @@ def find_culprits(
         if new:
             options = thunderfx_options or {}
             stack.enter_context(apply(model, where=lambda m, fqn: id(m) in new, nested="all", **options))
-        records = {fqn: record for fqn, m in modules.items() if (record := registry.active(m)) is not None}
-        expected = 4 + math.ceil(math.log2(max(2, len(records))))
+        patched = {fqn: m for fqn, m in modules.items() if registry.active(m) is not None}
+        expected = 4 + math.ceil(math.log2(max(2, len(patched))))
         advance = stack.enter_context(progress("looking for culprits", expected))
-        trial = _Trial(records, check, advance)
-        return _search(trial, list(records))
+        trial = _Trial(patched, check, advance)
+        return _search(trial, list(patched))
 
 
 def _search(trial: _Trial, names: list[str]) -> list[str]:
@@ -91,8 +90,10 @@ def _search(trial: _Trial, names: list[str]) -> list[str]:
 class _Trial:
     """Runs the check with some of the modules patched; what was asked before is remembered."""
 
-    def __init__(self, records: Mapping[str, Record], check: Callable[[], Any], advance: Callable[[str], None]) -> None:
-        self._records, self._check, self._advance = records, check, advance
+    def __init__(
+        self, modules: Mapping[str, nn.Module], check: Callable[[], Any], advance: Callable[[str], None]
+    ) -> None:
+        self._modules, self._check, self._advance = modules, check, advance
         self._known: dict[frozenset[str], bool] = {}
         self.reason = ""  # of the last failure
 
@@ -102,7 +103,7 @@ class _Trial:
             with self._only(chosen):
                 self._known[chosen] = self._ask()
             verdict = "good" if self._known[chosen] else "bad"
-            self._advance(f"{len(chosen)} of {len(self._records)} patched: {verdict}")
+            self._advance(f"{len(chosen)} of {len(self._modules)} patched: {verdict}")
         return self._known[chosen]
 
     def _ask(self) -> bool:
@@ -116,11 +117,26 @@ class _Trial:
 
     @contextlib.contextmanager
     def _only(self, chosen: frozenset[str]) -> Iterator[None]:
-        off = [record for name, record in self._records.items() if name not in chosen]
-        for record in off:
-            record.disabled += 1
-        try:
+        with contextlib.ExitStack() as stack:
+            for name, module in self._modules.items():
+                if name not in chosen:
+                    stack.enter_context(_off(module))
             yield
-        finally:
-            for record in off:
-                record.disabled -= 1
+
+
+@contextlib.contextmanager
+def _off(module: nn.Module) -> Iterator[None]:
+    """Take the patch off a module for a while; below somebody's wrapper, where it cannot come off, switch it off."""
+    record, proxy = registry.active(module), registry.proxy_of(module)
+    assert record is not None
+    if proxy is None:
+        record.disabled += 1
+    else:
+        registry.uninstall(module)
+    try:
+        yield
+    finally:
+        if proxy is None:
+            record.disabled -= 1
+        else:
+            registry.install(module, proxy)

@@ -94,6 +94,10 @@ def read_options(
     """
     if on_error not in ("raise", "eager"):
         raise ArgumentError(f"on_error must be 'raise' or 'eager', not {on_error!r}")
+    switches = {"check": check, "direct": direct, "double_backward": double_backward, "isolate": isolate}
+    for name, value in switches.items():
+        if value not in (True, False):
+            raise ArgumentError(f"{name} must be True or False, not {value!r}")
     for name in given:
         if name in _ELSEWHERE:
             raise ArgumentError(f"option {name!r} is not taken: {_ELSEWHERE[name]}")
