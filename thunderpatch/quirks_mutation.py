@@ -139,5 +139,7 @@ def _region(
 def _seam(nodes: list[fx.Node], stays: Callable[[fx.Node], bool]) -> bool:
     """Whether a partition may be given one value under two names, which with a change in it loses gradients."""
     calls = [node for node in nodes if is_call(node)]
-    aliased = any(_storages(node) & _storages(node.all_input_nodes) for node in calls if outputs(node))
+    # Of a value that only its view reads, no partition needs both.
+    shared = [(node, source) for node in calls for source in node.all_input_nodes if len(source.users) > 1]
+    aliased = any(_storages(node) & _storages(source) for node, source in shared if outputs(node))
     return aliased and not all(map(stays, calls))
