@@ -187,6 +187,4 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk("NaN in a grid", _named("grid_sample", "grid_sampler", "grid_sampler_2d"), "inductor gives 0 there", EAGER),
     Quirk("relu of NaN", _graded("relu"), "thunder turns NaN into 0 when a gradient is needed", THUNDER),
 )
-SUBCLASS = Quirk(
-    "tensor subclass", holds_subclass, "thunder does not know DTensor and what else wraps tensors"
-)
+SUBCLASS = Quirk("tensor subclass", holds_subclass, "thunder does not know DTensor and what else wraps tensors")
