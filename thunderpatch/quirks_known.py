@@ -104,6 +104,11 @@ def _read_as_number(node: fx.Node) -> bool:
     return op_name(node) == "put" and needs_grad(node) and any(t.dim() == 0 for t in tensors([index]))
 
 
+def _cumprod(node: fx.Node) -> bool:
+    # A string is compared as a version here.
+    return op_name(node) == "cumprod" and needs_grad(node) and torch.__version__ < "2.12"
+
+
 def _method(name: str) -> Callable[[fx.Node], bool]:
     return lambda node: node.op == "call_method" and node.target == name
 
@@ -138,6 +143,7 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk("interpolate nearest", _nearest, "thunder rounds the positions of neighbours differently"),
     Quirk("rounded division", _rounded_division, "thunder's gradient of a rounded division is not zero"),
     Quirk("prod", _graded("prod"), "thunder's gradient of a product is NaN where an input is zero", EAGER),
+    Quirk("cumprod", _cumprod, "inductor's gradient of a cumulative product is wrong at NaN and at zeros", EAGER),
     Quirk(
         "clamp",
         _graded("clamp", "clip"),
