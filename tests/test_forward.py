@@ -389,6 +389,23 @@ def test_numbers_of_numpy_are_numbers() -> None:
         torch.testing.assert_close(model[0](torch.ones(2), factor), torch.full((2,), float(factor)))
 
 
+def test_parameters_that_are_frozen_and_thawed_lose_no_gradient() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = copy.deepcopy(plain)
+    thunderpatch.apply(model, types=nn.Linear)
+    x = torch.randn(3, 4)
+    for frozen in (set(), {"0.weight"}, {"0.bias", "1.weight"}, {"0.weight", "0.bias", "1.weight", "1.bias"}, set()):
+        for net in (plain, model):
+            for name, parameter in net.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+                parameter.grad = None
+            net(x.clone().requires_grad_()).square().sum().backward()
+        for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+            assert (want.grad is None) == (got.grad is None)
+            if want.grad is not None:
+                torch.testing.assert_close(got.grad, want.grad)
+
+
 def test_tied_weights_get_both_gradients() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

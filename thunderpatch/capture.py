@@ -102,7 +102,7 @@ class Optimizer:
         try:
             context: Any = torch._dynamo.optimize(backend, nopython=fullgraph, **settings)
             _interpose(context.callback, watch)
-            context.callback = _Undivided(context.callback)
+            context.callback = _Attempt(context.callback)
         except (AttributeError, TypeError):  # a Dynamo of another build: what torch documents is all there is
             self.compile: Callable[..., Any] = functools.partial(
                 torch.compile, backend=backend, fullgraph=fullgraph, **settings
@@ -154,26 +154,32 @@ def _interpose(callback: Any, watch: Watch) -> None:
         callback._torchdynamo_orig_backend = _Convert(convert, watch)
 
 
-class _Undivided:
-    """Dynamo's frame evaluation, which inside a DDP forward would cut each graph at the bounds of DDP's buckets.
+# What Dynamo's configuration says otherwise, for the length of one of its attempts at a region:
+_SETTINGS = {
+    # In a DDP forward each graph would be cut at the bounds of DDP's buckets, by a compiler of DDP's own, past
+    # `_Convert` and without its budget, and only to let gradients be sent while one large graph is still at work.
+    # A region is a part of the model; its gradients come part by part.
+    "optimize_ddp": False,
+    # The guards would not be looked at while a module's dict is the same (torch 2.9 to 2.11), and
+    # `requires_grad_()` on a parameter does not touch the dict: its gradient would be lost in silence.
+    "use_recursive_dict_tags_for_guards": False,
+}
 
-    It does so with a compiler of its own making, past `_Convert` and without its budget, and only to let gradients be
-    sent while one large graph is still at work. A region is a part of the model; its gradients come part by part.
-    """
+
+class _Attempt:
+    """Dynamo's frame evaluation, under the settings that a region needs."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
         self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend  # see `_Convert`
+        self._settings = {name: value for name, value in _SETTINGS.items() if hasattr(torch._dynamo.config, name)}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._callback, name)
 
     def __call__(self, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
-        distributed = sys.modules.get("torch.nn.parallel.distributed")
-        if distributed is None or distributed.DistributedDataParallel._get_active_ddp_module() is None:
-            return self._callback(frame, cache_entry, frame_state)
         # The lock keeps threads apart that set and put back the same value. Dynamo would take it next.
-        with torch._dynamo.convert_frame.compile_lock, torch._dynamo.config.patch(optimize_ddp=False):
+        with torch._dynamo.convert_frame.compile_lock, torch._dynamo.config.patch(self._settings):
             return self._callback(frame, cache_entry, frame_state)
 
 
