@@ -160,9 +160,10 @@ _SETTINGS = {
     # `_Convert` and without its budget, and only to let gradients be sent while one large graph is still at work.
     # A region is a part of the model; its gradients come part by part.
     "optimize_ddp": False,
-    # The guards would not be looked at while a module's dict is the same (torch 2.9 to 2.11), and
-    # `requires_grad_()` on a parameter does not touch the dict: its gradient would be lost in silence.
+    # The guards on parameters would not be looked at while the dict that holds them is the same, and
+    # `requires_grad_()` does not touch it: a gradient would be lost in silence.
     "use_recursive_dict_tags_for_guards": False,
+    "skip_tensor_guards_with_matching_dict_tags": False,
 }
 
 
