@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from thunderpatch.attribution import watch
-from thunderpatch.capture import LANE_SIZE
+from thunderpatch.lanes import LANE_SIZE
 from thunderpatch.options import read_options
 from thunderpatch.regions import compiler_for, group_for, is_method_of, signature
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from . import hooks, regions
-from .capture import Lane
 from .compiler import Compiler
 from .errors import CompileError, ThunderPatchWarning
 from .graph import Graph, without_frames
+from .lanes import Lane
 
 log = logging.getLogger("thunderpatch")
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .capture import Lane, Watch
+from .capture import Watch
 from .compiler import Compiler
+from .lanes import Lane
 from .options import Options
 from .tree import grow
 

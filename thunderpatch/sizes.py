@@ -18,6 +18,7 @@ from . import capture, graphs, quirks, splitting
 from .calls import Call
 from .graph import Graph, compiling, log
 from .inductor import InductorPart
+from .lanes import fresh
 from .options import Options
 from .quirks_known import INDUCTOR
 from .recomputation import Region
@@ -137,7 +138,7 @@ def _compiled(gm: fx.GraphModule, options: Options) -> Callable[..., Any]:
         return numbered(*inputs)
 
     optimizer = capture.Optimizer(inductor, capture.Watch(), dynamic=True, fullgraph=True)
-    compiled = optimizer.compile(capture.fresh(forward))
+    compiled = optimizer.compile(fresh(forward))
     if not numbers:
         return compiled  # type: ignore[no-any-return]  # Dynamo's own wrapper has no types
 
