@@ -90,7 +90,7 @@ EVIDENCE: dict[str, Evidence] = {
 }
 # The tracer of thunder takes minutes to say that it lacks the method; inside Dynamo, inductor's error becomes a
 # graph break.
-TOLD_OTHERWISE = {"broadcast_to", "number in a tensor"}
+TOLD_OTHERWISE = {"broadcast_to", "number in a tensor", "index_reduce"}
 TARGETS = {quirk.name: quirk.target for quirk in QUIRKS}
 
 NEAR_MISSES: dict[str, Evidence] = {
@@ -275,6 +275,18 @@ def test_inductor_still_cannot_compile_what_depends_on_a_value() -> None:
     fakes = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
     with pytest.raises(Exception, match="_local_scalar_dense"):
         torch._inductor.compile(gm, fakes)
+
+
+def test_inductor_fails_on_the_mean_of_index_reduce_over_strided_tensors_up_to_torch_2_11() -> None:
+    x = torch.empty_strided((5, 5, 5), (50, 10, 2)).normal_().requires_grad_()
+    y = torch.empty_strided((5, 2, 5), (100, 10, 2)).normal_().requires_grad_()
+    i = torch.tensor([0, 1])
+    function = raw(lambda x, i, y: torch.index_reduce(x, 1, i, y, "mean", include_self=False))
+    if torch.__version__ < "2.12":
+        with pytest.raises(Exception, match="copy_"):
+            function(x, i, y)
+    else:
+        torch.testing.assert_close(function(x, i, y), torch.index_reduce(x, 1, i, y, "mean", include_self=False))
 
 
 @pytest.mark.parametrize("name", [name for name in EVIDENCE if TARGETS[name] != THUNDER])

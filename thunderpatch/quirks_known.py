@@ -104,9 +104,9 @@ def _read_as_number(node: fx.Node) -> bool:
     return op_name(node) == "put" and needs_grad(node) and any(t.dim() == 0 for t in tensors([index]))
 
 
-def _cumprod(node: fx.Node) -> bool:
+def _until_2_11(*names: str) -> Callable[[fx.Node], bool]:
     # A string is compared as a version here.
-    return op_name(node) == "cumprod" and needs_grad(node) and torch.__version__ < "2.12"
+    return lambda node: op_name(node) in names and needs_grad(node) and torch.__version__ < "2.12"
 
 
 def _method(name: str) -> Callable[[fx.Node], bool]:
@@ -143,7 +143,13 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk("interpolate nearest", _nearest, "thunder rounds the positions of neighbours differently"),
     Quirk("rounded division", _rounded_division, "thunder's gradient of a rounded division is not zero"),
     Quirk("prod", _graded("prod"), "thunder's gradient of a product is NaN where an input is zero", EAGER),
-    Quirk("cumprod", _cumprod, "inductor's gradient of a cumulative product is wrong at NaN and at zeros", EAGER),
+    Quirk("index_reduce", _until_2_11("index_reduce"), "inductor fails on what is laid out otherwise", EAGER),
+    Quirk(
+        "cumprod",
+        _until_2_11("cumprod"),
+        "inductor's gradient of a cumulative product is wrong at NaN and at zeros",
+        EAGER,
+    ),
     Quirk(
         "clamp",
         _graded("clamp", "clip"),

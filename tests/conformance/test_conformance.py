@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from .entries import Entry
 from .outcome import run_entry
@@ -13,7 +14,14 @@ pytestmark = pytest.mark.conformance
 CAP = 40.0
 
 
+# What Dynamo itself cannot capture, with the first torch that can.
+NOT_CAPTURED = dict.fromkeys(("split", "unsafe_split"), ("2.12", "Dynamo fails on a split of an empty tensor"))
+
+
 def test_a_patched_module_equals_eager(entry: Entry, record: Any, request: pytest.FixtureRequest) -> None:
+    since, reason = NOT_CAPTURED.get(entry.name, ("0", ""))
+    if torch.__version__ < since and entry.kind == "op":
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     option = request.config.getoption
     outcome = run_entry(entry, THROUGH[option("--through")], option("--cases"), CAP)
     record(outcome)
