@@ -68,6 +68,7 @@ EVIDENCE: dict[str, Evidence] = {
     "atan2": Evidence(torch.atan2, lambda: (given(0.0), given(0.0))),
     "sigmoid": Evidence(torch.sigmoid, lambda: (given(-100.0),)),
     "exponential unit": Evidence(F.elu, lambda: (given(200.0),)),
+    "scalar tensor": Evidence(lambda x, y: x * y.sum(), lambda: (normal(3), normal(3))),
     "pow": Evidence(lambda x: x**0, lambda: (given(0.0, 1.0),)),
     "take_along_dim": Evidence(
         lambda x, i: torch.take_along_dim(x, i, 0), lambda: (given(1.0, 2.0), torch.tensor([-1]))

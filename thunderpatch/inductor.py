@@ -28,6 +28,7 @@ class InductorPart:
     def __init__(self, compiled: Callable[..., Any], captured: fx.GraphModule, region: Region) -> None:
         self.compiled, self.region = compiled, region
         self._views = _returns_views(captured)
+        self._layouts = [_strides(graphs.example(node)) for node in captured.graph.nodes if node.op == "placeholder"]
         self._recomputation: Recomputation | None = None
         self._call: Callable[..., Any] = self._first_call
 
@@ -35,6 +36,7 @@ class InductorPart:
         return self._call(*args)
 
     def _first_call(self, *args: Any) -> Any:
+        self.compiled = _laid_out(self.compiled, self._layouts, args)
         if not torch.is_grad_enabled() or not any(_wants_gradient(arg) for arg in args):
             result = self.compiled(*args)
             self._call = self.compiled
@@ -108,6 +110,41 @@ class _Differentiable(torch.autograd.Function):
         with _no_donation() if keep else contextlib.nullcontext():
             found = iter(torch.autograd.grad(edges, some, given, retain_graph=keep, allow_unused=True))
         return None, None, *(next(found) if edge else None for edge in wanted)
+
+
+def _strides(value: Any) -> tuple[int, ...] | None:
+    """Return the strides that inductor compiles for; None where it is not particular."""
+    if not is_tensor(value) or value.layout is not torch.strided:
+        return None
+    return tuple(value.stride()) if all(type(size) is int for size in value.stride()) else None
+
+
+def _laid_out(
+    compiled: Callable[..., Any], layouts: Sequence[tuple[int, ...] | None], args: Sequence[Any]
+) -> Callable[..., Any]:
+    """Return `compiled` behind a copy of those arguments that are laid out otherwise than it was compiled for.
+
+    They come from a part that thunder compiled: of `repeat`, say, it makes an expanded tensor. They are the same ones
+    at each call.
+    """
+    moved = {
+        place: layout
+        for place, (layout, arg) in enumerate(zip(layouts, args, strict=True))
+        if layout is not None
+        and any(size > 1 and a != b for size, a, b in zip(arg.shape, arg.stride(), layout, strict=True))
+    }
+    if not moved:
+        return compiled
+
+    def call(*args: Any) -> Any:
+        given = list(args)
+        for place, layout in moved.items():
+            given[place] = torch.empty_strided(
+                args[place].shape, layout, dtype=args[place].dtype, device=args[place].device
+            ).copy_(args[place])
+        return compiled(*given)
+
+    return call
 
 
 def _no_donation() -> Any:

@@ -40,6 +40,13 @@ def holds_subclass(node: fx.Node) -> bool:
     return any(is_traceable_wrapper_subclass(t) for t in [*inputs(node), *outputs(node)])
 
 
+def _scalar_among_larger(node: fx.Node) -> bool:
+    """Whether a tensor without dimensions meets larger ones; on CPU thunder does not broadcast it."""
+    given = inputs(node)
+    scalars = any(t.dim() == 0 and t.requires_grad and t.device.type == "cpu" for t in given)
+    return scalars and needs_grad(node) and any(t.dim() > 0 for t in given)
+
+
 def _empty(node: fx.Node) -> bool:
     return any(t.numel() == 0 for t in [*inputs(node), *outputs(node)])
 
@@ -177,6 +184,11 @@ QUIRKS: tuple[Quirk, ...] = (
         _graded("sigmoid", "expit", "special_expit"),
         "thunder's gradient of sigmoid is NaN below about -88",
         THUNDER,
+    ),
+    Quirk(
+        "scalar tensor",
+        _scalar_among_larger,
+        "thunder does not sum the gradient of a tensor without dimensions over what it was broadcast to",
     ),
     Quirk("pow", _power, "thunder's gradient of x ** 0 is NaN at zero"),
     Quirk("take_along_dim", _graded("take_along_dim"), "thunder's gradient fails on negative indices"),

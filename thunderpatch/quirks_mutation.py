@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .quirks_functional import Form, functional
@@ -61,6 +62,8 @@ def _assigns(node: fx.Node, name: str) -> bool:
 def _storages(tree: Any) -> set[StorageWeakRef]:
     found = set()
     for tensor in tensors(tree):
+        while is_functorch_wrapped_tensor(tensor):  # inside vmap and grad, whose tensors have no storage of their own
+            tensor = get_unwrapped(tensor)
         if tensor.layout is torch.strided:
             found.add(StorageWeakRef(tensor.untyped_storage()))
     return found
