@@ -1,0 +1,54 @@
+"""Each architecture of the zoo, patched, equals eager, or fails in the way that its row of the table says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("diffusers")
+
+from .architectures import TRANSFORMERS, ZOO  # it needs both
+from .zoo import examine
+
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::thunderpatch.ThunderPatchWarning")]
+
+# Architectures that do not compile with default settings: what stands in their way.
+IN_THE_WAY = {
+    # A scan in vmap that transformers wraps in a higher-order operation: thunder's interpreter gives up on it.
+    "mamba": "(MambaBlock): the region could not be compiled",
+    "falcon_mamba": "(FalconMambaBlock): the region could not be compiled",
+    "jamba": "(JambaMambaDecoderLayer): the region could not be compiled",
+    # The number of chunks of its attention is read from a tensor.
+    "led": "DataDependentOutputException",
+}
+PARTS = {
+    "norms": lambda module, fqn: type(module).__name__.endswith("Norm"),
+    "feed-forwards": lambda module, fqn: type(module).__name__.endswith(("MLP", "SparseMoeBlock", "Intermediate")),
+    "attention": lambda module, fqn: type(module).__name__.endswith("Attention"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in IN_THE_WAY])
+def test_repeated_blocks_equal_eager(name: str) -> None:
+    result = examine(ZOO[name])
+    assert result.patched > 0 and result.why == ""
+
+
+@pytest.mark.parametrize("name", IN_THE_WAY)
+def test_what_does_not_compile_says_so_and_equals_eager_when_it_may_run_eager(name: str) -> None:
+    assert IN_THE_WAY[name] in examine(ZOO[name]).why
+    assert examine(ZOO[name], on_error="eager").why == ""
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral", "vit"])
+def test_parts_of_blocks_equal_eager(name: str, part: str) -> None:
+    select: dict[str, Any] = {"where": PARTS[part]}
+    result = examine(ZOO[name], select)
+    assert result.patched > 0 and result.why == ""
+
+
+def test_there_are_sixty_transformers_and_eight_diffusers() -> None:
+    assert len(TRANSFORMERS) >= 60 and len(ZOO) - len(TRANSFORMERS) >= 8
