@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from .quirks_functional import make_functional
-from .quirks_known import EAGER, INDUCTOR, QUIRKS, SUBCLASS, THUNDER, holds_subclass
+from .quirks_known import EAGER, INDUCTOR, QUIRKS, SUBCLASS, THUNDER, TRANSFORM
 from .quirks_mutation import Mutations, mutations
 from .quirks_nodes import is_call, keep_from_thunder, nested, picks, spelled, thunder_takes
 from .quirks_respelled import spell_out
@@ -63,9 +63,9 @@ def _decide(gm: fx.GraphModule) -> tuple[dict[fx.Node, Route], Mutations]:
     routes: dict[fx.Node, Route] = {}
     calls = [node for node in gm.graph.nodes if is_call(node) and not picks(node)]
     # Cut between a wrapper and what it wraps, inductor fails on the parts: it gets such a graph whole.
-    wrapped = any(map(holds_subclass, calls))
+    whole = next((quirk for quirk in (SUBCLASS, TRANSFORM) if any(map(quirk.matches, calls))), None)
     for node in calls:
-        if quirk := SUBCLASS if wrapped else next((quirk for quirk in QUIRKS if quirk.matches(node)), None):
+        if quirk := whole or next((quirk for quirk in QUIRKS if quirk.matches(node)), None):
             routes[node] = Route(quirk.name, node.name, quirk.target, quirk.reason)
     found = mutations(gm, lambda node: routes.get(node, IN_THUNDER).target == THUNDER and thunder_takes(node))
     for node in found.outside:

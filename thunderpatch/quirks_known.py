@@ -128,6 +128,7 @@ def _graded(*names: str) -> Callable[[fx.Node], bool]:
     return lambda node: op_name(node) in names and needs_grad(node)
 
 
+_FUNCTORCH = ("torch._functorch.predispatch", "torch._functorch.eager_transforms", "torch._C._functorch")
 QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "complex numbers",
@@ -210,5 +211,10 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk("as_strided in place", _method("as_strided_"), "inductor loses the new shape", EAGER),
     Quirk("NaN in a grid", _named("grid_sample", "grid_sampler", "grid_sampler_2d"), "inductor gives 0 there", EAGER),
     Quirk("relu of NaN", _graded("relu"), "thunder turns NaN into 0 when a gradient is needed", THUNDER),
+)
+TRANSFORM = Quirk(
+    "functorch",
+    lambda node: getattr(node.target, "__module__", None) in _FUNCTORCH,
+    "thunder does not know what vmap and grad are captured as",
 )
 SUBCLASS = Quirk("tensor subclass", holds_subclass, "thunder does not know DTensor and what else wraps tensors")

@@ -17,10 +17,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::thund
 # Architectures that do not compile with default settings: what stands in their way.
 IN_THE_WAY = {
     # A scan in vmap that transformers wraps in a higher-order operation: thunder's interpreter gives up on it.
-    "mamba": "(MambaBlock): the region could not be compiled",
-    "falcon_mamba": "(FalconMambaBlock): the region could not be compiled",
-    "jamba": "(JambaMambaDecoderLayer): the region could not be compiled",
-    # The number of chunks of its attention is read from a tensor.
     "led": "DataDependentOutputException",
 }
 PARTS = {
