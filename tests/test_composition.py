@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import io
 import multiprocessing
 import random
@@ -18,6 +19,8 @@ from torch.nn.utils import parametrizations, prune
 import thunderpatch
 
 WIDTH = 6
+OLD = "recompile_limit" not in inspect.signature(torch.compile).parameters  # torch before 2.12
+new_dynamo = pytest.mark.skipif(OLD, reason="isolate is refused there, as a test of its own shows")
 
 
 class Block(nn.Module):
@@ -62,6 +65,7 @@ class Captured:
 # An outer compiler takes the originals in, unless told to leave the regions to thunder.
 
 
+@new_dynamo
 def test_an_outer_compile_breaks_its_graph_around_isolated_regions(model: Net, x: torch.Tensor) -> None:
     want, seen = model(x), Captured()
     thunderpatch.apply(model, types=Block, isolate=True)
@@ -73,6 +77,14 @@ def test_an_outer_compile_breaks_its_graph_around_isolated_regions(model: Net, x
     assert {str(row.status) for row in thunderpatch.report(model)} == {"compiled"}
 
 
+@pytest.mark.skipif(not OLD, reason="Dynamo sees the proxy")
+def test_isolation_is_refused_where_dynamo_does_not_see_the_proxy(model: Net) -> None:
+    with pytest.raises(thunderpatch.UnsupportedEnvironmentError, match=r"isolate=True needs torch 2\.12"):
+        thunderpatch.apply(model, types=Block, isolate=True)
+    assert not thunderpatch.is_patched(model.one)
+
+
+@new_dynamo
 def test_gradients_flow_through_isolated_regions(model: Net, x: torch.Tensor) -> None:
     model(x).square().sum().backward()
     want = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -82,12 +94,14 @@ def test_gradients_flow_through_isolated_regions(model: Net, x: torch.Tensor) ->
     torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, want)
 
 
+@new_dynamo
 def test_isolated_regions_cannot_be_part_of_one_whole_graph(model: Net, x: torch.Tensor) -> None:
     thunderpatch.apply(model, types=Block, isolate=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="isolate=True"):
         torch.compile(model, backend=Captured(), fullgraph=True)(x)
 
 
+@new_dynamo
 def test_a_patched_parent_takes_isolated_regions_in(model: Net, x: torch.Tensor) -> None:
     want = model(x)
     thunderpatch.apply(model, types=[Net, Block], nested="all", isolate=True)
@@ -100,7 +114,7 @@ def test_a_patched_parent_takes_isolated_regions_in(model: Net, x: torch.Tensor)
     assert thunderpatch.report(model)[""].graphs == 1
 
 
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("isolate", [False, pytest.param(True, marks=new_dynamo)])
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_sees_the_original(model: Net, x: torch.Tensor, strict: bool, isolate: bool) -> None:
     want = model(x)
@@ -109,7 +123,7 @@ def test_export_sees_the_original(model: Net, x: torch.Tensor, strict: bool, iso
     torch.testing.assert_close(torch.export.export(model, (x,), strict=strict).module()(x), want)
 
 
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("isolate", [False, pytest.param(True, marks=new_dynamo)])
 def test_jit_trace_sees_the_original(model: Net, x: torch.Tensor, isolate: bool) -> None:
     thunderpatch.apply(model, types=Block, isolate=isolate)
     want = model(x)
@@ -363,7 +377,7 @@ def test_a_spawned_process_gets_a_plain_model_and_patches_its_own(model: Net, x:
 
 
 def test_a_saved_patched_model_is_a_plain_one(model: Net, x: torch.Tensor) -> None:
-    thunderpatch.apply(model, types=Block, isolate=True)
+    thunderpatch.apply(model, types=Block)
     want, file = model(x), io.BytesIO()
     torch.save(model, file)
     file.seek(0)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import ArgumentError
+import torch
+
+from .errors import ArgumentError, UnsupportedEnvironmentError
 
 # What thunder.jit takes by name (lightning-thunder 0.2.6) and the compile options that it and its executors
 # look up by name. thunder itself accepts any keyword and ignores a misspelt one in silence.
@@ -98,6 +101,10 @@ def read_options(
     for name, value in switches.items():
         if value not in (True, False):
             raise ArgumentError(f"{name} must be True or False, not {value!r}")
+    if isolate and "recompile_limit" not in inspect.signature(torch.compile).parameters:
+        raise UnsupportedEnvironmentError(
+            f"isolate=True needs torch 2.12 or newer, whose Dynamo looks into a proxy; this is {torch.__version__}"
+        )
     for name in given:
         if name in _ELSEWHERE:
             raise ArgumentError(f"option {name!r} is not taken: {_ELSEWHERE[name]}")

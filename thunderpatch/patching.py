@@ -114,8 +114,8 @@ def apply(
     graph's first run with the original. `direct=False` leaves thunder's own checks in each call.
     `double_backward=True` keeps each region's inputs until its backward, for steps that differentiate a gradient
     (`create_graph=True`); without it such a step works where the inputs are alive anyway, and else raises.
-    `isolate=True` keeps the regions inside an outer `torch.compile`, by a graph break around each; without it the outer
-    compiler takes the originals in.
+    `isolate=True` keeps the regions inside an outer `torch.compile` (torch >= 2.12), by a graph break around each;
+    without it the outer compiler takes the originals in.
 
     Nothing is compiled yet: that happens at a module's first call. Applying again with equal options changes
     nothing. Returns a `Patch`, which owns what was installed.
