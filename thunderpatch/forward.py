@@ -106,7 +106,7 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
             raise
         if len(graphs) == mark + 1 and graphs[mark] is usual:
             graphs.pop()
-            record.usual_calls += 1
+            record.count_usual_call()
             return result
         ran = graphs[mark:]
         del graphs[mark:]
