@@ -6,6 +6,7 @@ captured, on inputs, buffers and random state that are untouched.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -82,12 +83,14 @@ class Graph:
         with compiling:
             if self.call != self._first_call:  # another thread was first
                 return self.call(*inputs)
-            call = self._compile(inputs)
+            with unhooked():
+                call = self._compile(inputs)
             before = Snapshot(inputs, several=len(self.partitions) > 1)
             try:
                 with splitting.backward_too():  # the splitter leaves inductor's parts to their first call
                     if self.options.check and not self.eager:
-                        check(self.gm, call, inputs, self.owner)
+                        with unhooked():
+                            check(self.gm, call, inputs, self.owner)
                     result = call(*inputs)
             except CompileFailure as failure:
                 before.put_back()
@@ -143,6 +146,11 @@ def _kind(captured: fx.GraphModule, compiled: Any) -> str:
     if compiled.compiler.name == "THUNDER":
         return "thunder"
     return "eager" if runs_as_captured(captured) else "inductor"
+
+
+def unhooked() -> contextlib.AbstractContextManager[Any]:
+    """Keep what compiling saves for a backward of its own from the hooks of the caller: checkpointing counts them."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def without_frames(error: _Error) -> _Error:

@@ -16,7 +16,7 @@ from torch import fx
 
 from . import capture, graphs, quirks, splitting
 from .calls import Call
-from .graph import Graph, compiling, log
+from .graph import Graph, compiling, log, unhooked
 from .inductor import InductorPart
 from .lanes import fresh
 from .options import Options
@@ -65,7 +65,7 @@ class SymbolicGraph:
     def _call_for(self, sizes: tuple[Any, ...], inputs: Sequence[Any]) -> Callable[..., Any]:
         if self._any is not None:
             return self._any
-        with compiling:
+        with compiling, unhooked():
             if len(self._static) >= self._limit and not self._must_be_static:
                 self._any = self._for_any(inputs)
                 self._must_be_static = self._any is None

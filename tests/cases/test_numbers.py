@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -246,3 +247,26 @@ def test_a_parametrization_that_comes_after_the_first_call_is_followed() -> None
     torch.testing.assert_close(module(x), nn.functional.linear(x, module.weight, module.bias))
     thunderpatch.restore(module)
     assert "forward" not in vars(module)
+
+
+def test_checkpointing_of_a_block_with_relu_and_dropout_recomputes_what_it_saved_at_the_first_call() -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.drop = nn.Linear(11, 11), nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.drop(self.linear(x).relu())  # type: ignore[no-any-return]
+
+    block, x = Dropped(), torch.randn(4, 11)
+    thunderpatch.apply(block, types=[Dropped])
+
+    def run(recompute: bool) -> Any:
+        torch.manual_seed(0)
+        block.zero_grad()
+        y = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        y.sum().backward()
+        return y.detach(), block.linear.weight.grad
+
+    for _ in range(2):
+        torch.testing.assert_close(run(True), run(False))
