@@ -20,6 +20,12 @@ INJECTED = "injected fault"
 STEPS = 3
 
 
+@pytest.fixture(autouse=True)
+def _no_graph_of_another_test_is_found_again() -> None:
+    """A model that is in a cycle lives until it is collected, and its graphs with it."""
+    gc.collect()
+
+
 class Fragile(nn.Module):
     """The one that fails, known by its `atan`. It counts its runs in a buffer and draws random numbers."""
 
