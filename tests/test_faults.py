@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import thunderpatch
 from thunderpatch import CompileError, ThunderPatchWarning, autograd, graphs
+from thunderpatch.compat import load_thunder
 
 INJECTED = "injected fault"
 STEPS = 3
@@ -23,6 +24,7 @@ STEPS = 3
 @pytest.fixture(autouse=True)
 def _no_graph_of_another_test_is_found_again() -> None:
     """A model that is in a cycle lives until it is collected, and its graphs with it."""
+    load_thunder()  # the faults are put into its modules
     gc.collect()
 
 
