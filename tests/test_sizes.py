@@ -184,6 +184,21 @@ def test_a_size_is_compiled_by_itself_where_inductor_cannot_leave_it_open(
     assert not any(isinstance(graph, sizes.AnySizes) for graph in graphs_made)
 
 
+def test_what_inductor_gets_wrong_is_compiled_for_each_size(graphs_made: list[Graph], width: int) -> None:
+    class Product(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x).prod(-1)
+
+    model = nn.Sequential(Product())
+    thunderpatch.apply(model, types=Product)
+    for size in range(2, 9):
+        x, y = (torch.zeros(size, width, requires_grad=True) for _ in range(2))
+        model(x).sum().backward()
+        Product()(y).sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+    assert not any(isinstance(graph, sizes.AnySizes) for graph in graphs_made)
+
+
 def test_making_the_graph_for_any_size_draws_no_random_numbers_and_leaves_gradients_alone(width: int) -> None:
     class Dropped(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .errors import CompileError
+from .options import Options
 
 Held = tuple[Sequence[int], list[Any], Sequence[int], list["weakref.ref[Any]"]]
 
@@ -43,6 +44,10 @@ class Region:
     owner: str  # the module, for messages
     on_error: str
     double_backward: bool  # whether all inputs are kept for one
+
+    @classmethod
+    def of(cls, original: Callable[..., Any], owner: str, options: Options) -> Region:
+        return cls(original, owner, options.on_error, options.double_backward)
 
 
 class Recomputation:

@@ -20,7 +20,7 @@ from .graph import Graph, compiling, log, unhooked
 from .inductor import InductorPart
 from .lanes import fresh
 from .options import Options
-from .quirks_known import INDUCTOR
+from .quirks_known import EAGER, INDUCTOR
 from .recomputation import Region
 
 MOST_SIZES, FEWEST_SIZES, _OPERATIONS = 8, 3, 200
@@ -77,7 +77,11 @@ class SymbolicGraph:
             return self._static[sizes]
 
     def _for_any(self, inputs: Sequence[Any]) -> Callable[..., Any] | None:
-        graph = AnySizes(self.gm, self._options, self.owner, inputs)
+        routes = [route for known in self._found for route in known.routes]
+        if any(route.target == EAGER and not route.whole_graph_eager for route in routes):
+            log.info("%s: no graph for any size, since inductor gets a part of it wrong", self.owner)
+            return None
+        graph = AnySizes(self.gm, self._options, self.owner, inputs, self._limit)
         graph.breaks = dict(self._found[0].breaks)
         if any(known.eager for known in self._found):  # it writes to its inputs: so it does with any sizes
             graph.routes = next(known.routes for known in self._found if known.eager)
@@ -94,14 +98,12 @@ class SymbolicGraph:
 class AnySizes(Graph):
     """A graph for all sizes, compiled by inductor."""
 
-    def __init__(self, gm: fx.GraphModule, options: Options, owner: str, inputs: Sequence[Any]) -> None:
+    def __init__(self, gm: fx.GraphModule, options: Options, owner: str, inputs: Sequence[Any], limit: int) -> None:
         super().__init__(gm, options, owner)
         self._sample = graphs.specialise(gm, inputs)
-        reason = (
-            f"it met more than {static_sizes(gm)} sizes, and thunder would compile for each (dynamic=False: it does)"
-        )
+        reason = f"it met more than {limit} sizes, and thunder would compile for each (dynamic=False: it does)"
         self.routes = [quirks.Route("sizes", "the graph", INDUCTOR, reason)]
-        region = Region(gm.forward, owner, options.on_error, options.double_backward)
+        region = Region.of(gm.forward, owner, options)
         self._compiled = InductorPart(_compiled(gm, options), self._sample, region)
 
     @property
