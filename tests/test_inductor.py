@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import thunderpatch
-from thunderpatch.recomputation import Recomputation
 
 _widths = itertools.count(3)
 
@@ -52,11 +51,6 @@ def model() -> nn.Module:
 @pytest.fixture
 def x(model: nn.Sequential) -> torch.Tensor:
     return torch.randn(3, model[0].linear.in_features)  # type: ignore[union-attr, arg-type]
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recomputation, "keep_all", False)
 
 
 def inductor_parts(model: nn.Module) -> int:

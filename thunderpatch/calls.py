@@ -101,5 +101,5 @@ class _HandOver(torch.autograd.Function):
 def handed_over(leaf: Tensor, copy: Tensor) -> Tensor:
     """Give `copy` the history of a value computed from `leaf`; its memory stays its own."""
     with torch.enable_grad():
-        result: Tensor = _HandOver.apply(leaf, [copy])  # type: ignore[no-untyped-call]
+        result: Tensor = _HandOver.apply(leaf, [copy])  # type: ignore[no-untyped-call]  # torch has no types here
         return result

@@ -78,7 +78,7 @@ class Partition:
 
     def __init__(self, jitted: Any, original: Callable[..., Any], owner: str, options: Options) -> None:
         self.jitted, self.owner = jitted, owner
-        self.region = Region(original, owner, options.on_error, options.double_backward)
+        self.region = Region.of(original, owner, options)
         self.seconds = 0.0
         self.direct = False  # whether calls go straight to the computation
         self._may_be_direct = options.direct

@@ -83,24 +83,27 @@ class Graph:
         with compiling:
             if self.call != self._first_call:  # another thread was first
                 return self.call(*inputs)
-            with unhooked():
-                call = self._compile(inputs)
-            before = Snapshot(inputs, several=len(self.partitions) > 1)
-            try:
-                with splitting.backward_too():  # the splitter leaves inductor's parts to their first call
-                    if self.options.check and not self.eager:
-                        with unhooked():
-                            check(self.gm, call, inputs, self.owner)
-                    result = call(*inputs)
-            except CompileFailure as failure:
-                before.put_back()
-                self._fail(failure.__cause__ or failure)
-                call = self.gm.forward
-                result = call(*inputs)
-            self.call = self._fused() or call
-            if not self.eager:
-                log.info("%s: compiled its graph, %d partitions by thunder", self.owner, len(self.partitions))
-            return result
+            with splitting.backward_too():  # the splitter leaves inductor's parts to their first call
+                return self._compile_and_call(inputs)
+
+    def _compile_and_call(self, inputs: tuple[Any, ...]) -> Any:
+        with unhooked():
+            call = self._compile(inputs)
+        before = Snapshot(inputs, several=len(self.partitions) > 1)
+        try:
+            if self.options.check and not self.eager:
+                with unhooked():
+                    check(self.gm, call, inputs, self.owner)
+            result = call(*inputs)
+        except CompileFailure as failure:
+            before.put_back()
+            self._fail(failure.__cause__ or failure)
+            call = self.gm.forward
+            result = call(*inputs)
+        self.call = self._fused() or call
+        if not self.eager:
+            log.info("%s: compiled its graph, %d partitions by thunder", self.owner, len(self.partitions))
+        return result
 
     def _fused(self) -> Callable[..., Any] | None:
         if len(self.partitions) != 1 or self.eager:
@@ -113,11 +116,11 @@ class Graph:
         self.routes = quirks.reroute(self.gm)
         for route in self.routes:
             log.info("%s: %s goes to %s: %s", self.owner, route.node or "the graph", route.target, route.reason)
-        if any(route.whole_graph_eager for route in self.routes):
+        if self.eager:
             return self.gm.forward
         gradients = torch.is_grad_enabled()
         try:
-            with backend_context(), splitting.backward_too():
+            with backend_context():
                 call, self.info, self.partitions = splitting.split(self.gm, self.options, self.owner)
         except Exception as error:
             torch.set_grad_enabled(gradients)  # a compiler that fails may leave them switched off

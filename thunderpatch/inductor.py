@@ -182,15 +182,13 @@ def _wants_gradient(value: Any) -> bool:
 def _returns_views(part: fx.GraphModule) -> bool:
     """Whether an output lives in the memory of an input or of another output; True where that is not known."""
     results = next(node for node in part.graph.nodes if node.op == "output").all_input_nodes
-    values = [graphs.example(node) for node in (*graphs.placeholders(part), *results)]
-    if not all(isinstance(value, (torch.Tensor, int, float, bool, *graphs.SYMBOLS)) for value in values):
+    inputs = [graphs.example(node) for node in graphs.placeholders(part)]
+    outputs = [graphs.example(node) for node in results]
+    if not all(isinstance(value, (torch.Tensor, int, float, bool, *graphs.SYMBOLS)) for value in (*inputs, *outputs)):
         return True
-    places = [value.untyped_storage()._cdata if is_tensor(value) else None for value in values]
-    inputs, outputs = (
-        places[: -len(results) or None],
-        [place for place in places[len(places) - len(results) :] if place],
-    )
-    return len(set(outputs)) < len(outputs) or any(place in inputs for place in outputs)
+    taken = {value.untyped_storage()._cdata for value in inputs if is_tensor(value)}
+    made = [value.untyped_storage()._cdata for value in outputs if is_tensor(value)]
+    return len(set(made)) < len(made) or not taken.isdisjoint(made)
 
 
 # See `autograd._apply`.

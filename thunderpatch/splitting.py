@@ -51,8 +51,7 @@ def split(gm: fx.GraphModule, options: Options, owner: str) -> tuple[Callable[..
         elif runs_as_captured(original):
             parts[name] = original.forward
         else:
-            region = Region(original, owner, options.on_error, options.double_backward)
-            parts[name] = InductorPart(child, original, region)
+            parts[name] = InductorPart(child, original, Region.of(original, owner, options))
     return _straight(divided, parts), info, partitions
 
 

@@ -29,7 +29,7 @@ def thunderfx_per_block(work: Workload) -> nn.Module:
     _raise_limits()
     compile_one = _thunderfx()
     if work.whole:
-        return compile_one(work.model)  # type: ignore[no-any-return]
+        return compile_one(work.model)  # type: ignore[no-any-return]  # thunder has no types
     for block in work.blocks:
         block.forward = compile_one(block.forward)
     return work.model

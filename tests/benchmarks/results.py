@@ -56,7 +56,7 @@ class Result:
         rows = [peer for peer in self.peers if any(peer in cells for cells in self.cells.values())]
         columns: list[Column[str]] = [Column("", lambda peer: peer)]
         for row in self.cells:
-            columns.append(Column(row, lambda peer, row=row: self._text(row, peer), number=True))  # type: ignore[misc]
+            columns.append(Column(row, lambda peer, row=row: self._text(row, peer), number=True))  # type: ignore[misc]  # a lambda with a default
         notes: dict[str, list[str]] = {}
         for row, cells in self.cells.items():
             for peer, cell in cells.items():

@@ -256,7 +256,7 @@ def test_checkpointing_of_a_block_with_relu_and_dropout_recomputes_what_it_saved
             self.linear, self.drop = nn.Linear(11, 11), nn.Dropout(0.5)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.drop(self.linear(x).relu())  # type: ignore[no-any-return]
+            return self.drop(self.linear(x).relu())  # type: ignore[no-any-return]  # modules return Any
 
     block, x = Dropped(), torch.randn(4, 11)
     thunderpatch.apply(block, types=[Dropped])

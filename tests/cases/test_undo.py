@@ -32,7 +32,7 @@ class Scale(nn.Module):
 def hook(module: nn.Module, log: list[int]) -> None:
     """Wrap a module's forward as hook libraries do, and remember what was there."""
     old = module.forward
-    module._old = old  # type: ignore[assignment]
+    module._old = old  # type: ignore[assignment]  # as foreign wrappers do
 
     @functools.wraps(old)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def test_a_constructor_that_replaces_forward_by_a_closure_keeps_it() -> None:
     class Clamped(nn.Module):
         def __init__(self, low: float) -> None:
             super().__init__()
-            self.forward = lambda x: x.clamp(min=low)  # type: ignore[assignment]
+            self.forward = lambda x: x.clamp(min=low)  # type: ignore[assignment]  # set on the instance
 
     model = nn.Sequential(Clamped(-1.0), Clamped(0.5))
     own = [vars(module)["forward"] for module in model]
@@ -105,7 +105,7 @@ def test_a_forward_added_to_the_class_later_is_seen_after_restore() -> None:
     module, x = Derived(), torch.zeros(3)
     with thunderpatch.patched(module):
         assert module(x).tolist() == [-1.0] * 3
-    Derived.forward = lambda self, x: x + 9  # type: ignore[method-assign,assignment]
+    Derived.forward = lambda self, x: x + 9  # type: ignore[method-assign,assignment]  # as patching libraries do
     assert module(x).tolist() == [9.0] * 3
     with thunderpatch.patched(module):
         assert module(x).tolist() == [9.0] * 3
@@ -196,7 +196,7 @@ def test_patched_below_and_on_top_of_a_wrapper_runs_the_wrapper_once() -> None:
 def test_a_forward_that_replaces_ours_is_the_one_that_runs() -> None:
     module, x = nn.Linear(3, 2), torch.randn(4, 3)
     thunderpatch.apply(module)
-    module.forward = lambda x: x.sum()  # type: ignore[assignment]
+    module.forward = lambda x: x.sum()  # type: ignore[assignment]  # as patching libraries do
     assert torch.equal(module(x), x.sum())
     assert not thunderpatch.is_patched(module)
     thunderpatch.apply(module)
