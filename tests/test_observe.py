@@ -6,6 +6,7 @@ import gc
 import html
 import json
 import logging
+import time
 import warnings
 import weakref
 from typing import Any
@@ -32,6 +33,13 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.copysign(x * 2, x)
+
+
+class Lost(nn.Module):
+    """Nothing of it is left for thunder."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.copysign(x, x)
 
 
 class Unknown(nn.Module):
@@ -89,31 +97,57 @@ class Unused(nn.Tanh):
     """Of a class that no outer torch.compile has seen: the report tells those by class."""
 
 
-class Model(nn.Module):
-    """One module of each status."""
+class TakenIn(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() + 2
+
+
+class Outer(nn.Module):
+    """What somebody puts torch.compile around."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.compiled, self.partly, self.routed_partly = Scaled(), Unknown(), Gate()
+        self.inner = TakenIn()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Model(nn.Module):
+    """One module of each status; `failed` and `outer` are called by others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed, self.outer = Broken(), Outer()
+        self.compiled, self.partly, self.routed_partly, self.routed_whole = Scaled(), Unknown(), Gate(), Lost()
         self.routed, self.eager, self.latched = nn.ReLU(inplace=True), Untraceable(), Broken()
         self.parent, self.bypassed = Parent(), nn.MultiheadAttention(4, 2, batch_first=True)
         self.unused, self.disabled, self.displaced, self.restored = Unused(), nn.GELU(), nn.SiLU(), nn.Softplus()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.eager(self.latched(self.routed(self.partly(self.routed_partly(self.compiled(x))))))
+        x = self.eager(self.latched(self.routed(self.partly(self.routed_partly(self.routed_whole(self.compiled(x)))))))
         x = self.bypassed(x, x, x)[0] + self.parent(x)
         return self.restored(self.displaced(self.disabled(x)))
 
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 EXPECTED = {
     "compiled": ("compiled", ""),
-    "partly": ("partly", "thunder leaves some operations to inductor"),
-    "routed_partly": ("partly", "copysign goes to inductor: thunder's gradient of copysign lacks the sign's"),
+    "partly": ("partly", "thunder leaves operations to inductor"),
+    "routed_partly": ("partly", "copysign to inductor: thunder's gradient of copysign lacks the sign's"),
+    "routed_whole": ("routed", "copysign to inductor: thunder's gradient of copysign lacks the sign's"),
     "routed": ("routed", "and thunder gets its gradient wrong"),
     "eager": ("eager", ""),
     "latched": ("latched", "RuntimeError: cannot be had"),
+    "failed": ("failed", "the region could not be compiled"),
     "parent": ("compiled", ""),
     "parent.child": ("inlined", "parent is patched and compiles it as a part of itself"),
+    # An older Dynamo does not show what it takes in.
+    "outer.inner": (
+        ("inlined", "an outer torch.compile takes the originals of TakenIn modules in")
+        if TORCH >= (2, 12)
+        else ("never called", "")
+    ),
     "bypassed.out_proj": ("bypassed", "nn.MultiheadAttention reads its weight and never calls it"),
     "unused": ("never called", ""),
     "disabled": ("disabled", "inside `with disabled(...)`"),
@@ -145,7 +179,11 @@ def seen() -> Report:
         warnings.simplefilter("ignore", thunderpatch.ThunderPatchWarning)
         break_compilation(patch)
         model = Model()
-        thunderpatch.apply(model, names=list(EXPECTED), nested="all", on_error="eager")
+        thunderpatch.apply(model, names=list(EXPECTED), exclude="failed", nested="all", on_error="eager")
+        thunderpatch.apply(model, names="failed")
+        with pytest.raises(thunderpatch.CompileError):
+            model.failed(torch.randn(3))
+        torch.compile(model.outer, backend="eager")(torch.randn(3))
         model.displaced.forward = lambda x: F.silu(x)
         model(torch.randn(2, 3, 4, requires_grad=True)).sum().backward()
         thunderpatch.restore(model, names="restored")
@@ -166,6 +204,14 @@ def test_each_status_is_told_with_its_reason_in_text_html_and_json(fqn: str, see
     # A note may hold the reason as a part of more, or under another kind.
     shown = " ".join(str(seen).split())
     assert reason in shown or row.routes, shown
+
+
+def test_one_model_shows_every_status_there_is(seen: Report) -> None:
+    missing = {"inlined"} if TORCH < (2, 12) else set()  # but for `parent.child`
+    assert {status for status, _ in EXPECTED.values()} | missing == set(map(str, Status))
+    counts = {str(status): sum(row.status is status for row in seen) for status in Status}
+    assert seen.totals["statuses"] == {status: count for status, count in counts.items() if count}
+    assert not seen.ok and len(seen) == len(EXPECTED)
 
 
 def test_every_reason_that_a_row_has_is_in_the_text(seen: Report) -> None:
@@ -203,19 +249,12 @@ def test_a_module_whose_compilation_raises_is_failed(fails_to_compile: None) -> 
     assert not found.ok and found.verdict == "0 of 1 module compiled; 1 failed"
 
 
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12), reason="an older Dynamo does not show it"
-)
-def test_a_module_that_an_outer_compile_takes_in_is_told_so() -> None:
-    class Inner(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.sin() + 2
-
-    model = nn.Sequential(Inner(), nn.Tanh())
-    thunderpatch.apply(model, types=Inner)
-    torch.compile(model, backend="eager")(torch.randn(3))
-    row = report(model)["0"]
-    assert row.status is Status.INLINED and "an outer torch.compile takes the originals of Inner" in row.reason
+def test_a_module_whose_graph_failed_elsewhere_before_is_told_by_its_own_name(fails_to_compile: None) -> None:
+    for name in ("first", "second"):
+        model = nn.ModuleDict({name: Broken()})
+        thunderpatch.apply(model, names=name)
+        with pytest.raises(thunderpatch.CompileError, match=rf"^{name} \(Broken\): the region could not be compiled"):
+            model[name](torch.randn(3))
 
 
 def test_a_call_under_a_tracer_is_told_as_bypassed() -> None:
@@ -270,13 +309,47 @@ def test_the_seconds_of_the_first_call_are_told_by_stage() -> None:
     assert all(seconds > 0 for seconds in row.seconds.values())
 
 
+def test_what_inductor_takes_is_told_as_its_own_and_all_together_is_no_more_than_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compile_ = torch._inductor.compile
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(1)
+        return compile_(*args, **kwargs)
+
+    model = nn.Sequential(Scaled(), Unknown())
+    thunderpatch.apply(model, names="*")
+    monkeypatch.setattr(torch._inductor, "compile", slow)
+    began = time.perf_counter()
+    model(torch.randn(9))
+    whole = time.perf_counter() - began
+    found = report(model)
+    assert found["0"].seconds["inductor"] == 0 < found["0"].seconds["thunder"]  # nothing of it is inductor's
+    assert found["1"].seconds["inductor"] > 1 > found["1"].seconds["thunder"]
+    assert whole / 2 < sum(found.totals["seconds"].values()) < whole
+
+
+def test_of_modules_that_share_code_the_first_has_waited_for_it() -> None:
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+    thunderpatch.apply(model, types=nn.Linear)
+    model(torch.randn(2, 5, requires_grad=True))
+    model(torch.randn(2, 5, requires_grad=True))
+    found = report(model)
+    assert [found[str(k)].seconds["thunder"] > 0 for k in range(3)] == [True, False, False]
+    assert found.totals["seconds"]["thunder"] == found["0"].seconds["thunder"]
+    assert found.totals["graphs"] == 1
+
+
 def test_modules_that_share_compiled_code_say_with_how_many() -> None:
     model = nn.Sequential(nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     thunderpatch.apply(model, types=(nn.Linear, nn.Tanh))
     model(torch.randn(2, 4))
     found = report(model)
-    assert [found[str(k)].shared_with for k in range(4)] == [0, 2, 2, 2]
-    assert len({found[str(k)].group for k in (1, 2, 3)}) == 1 != found["0"].group
+    # The first of the linear layers is given what needs no gradient, which is another graph.
+    assert [found[str(k)].shared_with for k in range(4)] == [0, 0, 1, 1]
+    assert [found[str(k)].group for k in range(4)] == ["0", "1", "2", "2"]
+    assert ("shared", "2, 3: compiled once, for 2") in [(note.kind, str(note)) for note in found.notes]
 
 
 def test_a_model_without_patches_has_an_empty_report_and_what_is_no_model_is_refused() -> None:

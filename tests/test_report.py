@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from thunderpatch.report import Report, Row, Status
+from thunderpatch.report import OF_CODE, Report, Row, Status
 
 
 def row(fqn: str, status: Status = Status.COMPILED, **facts: object) -> Row:
@@ -57,11 +57,21 @@ def test_the_verdict_counts_what_is_compiled_and_names_the_rest() -> None:
 
 
 def test_totals_count_shared_code_once_and_calls_each_time() -> None:
-    report = Report([row(f"layers.{i}", Status.PARTLY, **SHARED) for i in range(3)] + [row("head", graphs=1)])
-    totals = report.totals
-    assert totals["modules"] == 4 and totals["statuses"] == {"partly": 3, "compiled": 1}
-    assert totals["calls"] == 60 and totals["graphs"] == 2 and totals["inductor_partitions"] == 1
-    assert totals["seconds"] == {"dynamo": 0.25, "inductor": 3.0, "thunder": 1.5}
+    waited = {**SHARED, "seconds": {"dynamo": 0.5}, "recompiles": 1}
+    rows = [row("layers.0", Status.PARTLY, **SHARED), row("layers.1", Status.PARTLY, **waited), row("head", graphs=1)]
+    code = dict.fromkeys(OF_CODE, 0) | {"graphs": 2, "graph_breaks": [("a.py:1", "why")], "inductor_partitions": 1}
+    totals = Report(rows, code).totals
+    assert totals["modules"] == 3 and totals["statuses"] == {"partly": 2, "compiled": 1}
+    assert (totals["calls"], totals["graphs"], totals["graph_breaks"], totals["inductor_partitions"]) == (40, 2, 1, 1)
+    # What calls waited for is each module's own.
+    assert totals["recompiles"] == 1
+    assert totals["seconds"] == {"dynamo": 0.75, "inductor": 3.0, "thunder": 1.5}
+
+
+def test_without_shared_code_totals_are_the_sums_of_the_rows() -> None:
+    rows = [row("a", graphs=1, ops_thunder=3), row("b", graphs=2, graph_breaks=[("a.py:1", "why")], ops_eager=1)]
+    totals = Report(rows).totals
+    assert (totals["graphs"], totals["graph_breaks"], totals["ops_thunder"], totals["ops_eager"]) == (3, 1, 3, 1)
 
 
 def test_a_wide_table_shows_partitions_sharing_and_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,8 +83,10 @@ def test_a_wide_table_shows_partitions_sharing_and_seconds(monkeypatch: pytest.M
 
 def test_a_note_that_modules_share_is_printed_once() -> None:
     report = Report([row(f"layers.{i}", Status.PARTLY, **SHARED) for i in range(12)])
-    (note,) = report.notes
-    assert note.kind == "split" and len(note.names) == 12
+    assert [(note.kind, len(note.names), note.text) for note in report.notes] == [
+        ("split", 12, "aten.index_put: not supported by thunder"),
+        ("shared", 12, "compiled once, for layers.0"),
+    ]
     assert str(report).count("aten.index_put") == 1
 
 

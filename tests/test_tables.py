@@ -1,4 +1,4 @@
-from thunderpatch.tables import Column, Note, fit, fold, page, plain, screen
+from thunderpatch.tables import Column, Note, fit, fold, gathered, page, plain, screen
 
 COLUMNS = (
     Column[tuple[str, str, str]]("module", lambda row: row[0]),
@@ -54,6 +54,23 @@ def test_notes_on_the_same_modules_stand_under_one_heading() -> None:
     notes = [Note("split", ["a", "b"], "no cat"), Note("split", ["a", "b"], "no pad"), Note("eager", ["a"], "why")]
     lines = plain(screen("verdict", COLUMNS, [], notes, 80)).splitlines()
     assert lines[2:] == ["split  a, b:", "       - no cat", "       - no pad", "eager  a: why"]
+
+
+def test_remarks_become_notes_by_kind_each_text_once() -> None:
+    told = [("a", "split", "no cat"), ("a", "recompiled", "x"), ("b", "split", "no pad"), ("b", "split", "no cat")]
+    assert gathered(told) == [
+        Note("split", ["a", "b"], "no cat"),
+        Note("split", ["b"], "no pad"),
+        Note("recompiled", ["a"], "x"),
+    ]
+
+
+def test_remarks_that_differ_by_an_index_alone_are_one_note() -> None:
+    told = [(f"layers.{k}", "recompiled", f"cache[{k}].size == {n}\nstack") for k, n in ((0, 7), (1, 7), (2, 8))]
+    assert gathered(told) == [
+        Note("recompiled", ["layers.0", "layers.1"], "cache[*].size == 7"),
+        Note("recompiled", ["layers.2"], "cache[2].size == 8"),
+    ]
 
 
 def test_a_note_shows_the_first_line_of_its_text() -> None:

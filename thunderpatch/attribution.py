@@ -14,9 +14,10 @@ from .record import Record, compile_error, first_line, log
 class Attribution(capture.Watch):
     """Finds the module on whose behalf Dynamo is at work, by the patched call that is running."""
 
-    def owner(self) -> str:
+    def owner(self) -> str | None:
+        """Return the name of that module."""
         record = self._record()
-        return record.name if record is not None else "(unknown)"
+        return record.name if record is not None else None
 
     def failed(self, frame: Any, error: Exception) -> Any:
         record = self._record()
@@ -54,7 +55,7 @@ class Attribution(capture.Watch):
         if record is None:
             return
         record.compilations += 1
-        record.dynamo_seconds += seconds
+        record.seconds["dynamo"] += seconds
         if misfit is not None:
             record.recompiled.append(misfit)
             log.debug("%s: traced again, since this did not hold: %s", record.name, misfit)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import threading
 import time
@@ -203,7 +204,8 @@ def _why_unfit(entry: Any, frame: Any, backend: Any) -> str | None:
         reason = explain(**{name: known[name] for name in inspect.signature(explain).parameters})
     except Exception:  # an explanation that cannot be had is no reason to fail
         return "(a guard failed)"
-    return str(reason).strip() or "(a guard failed)"
+    # The words begin with the number that Dynamo has given to the version.
+    return re.sub(r"^\d+/\d+(_\d+)?: ", "", str(reason).strip()) or "(a guard failed)"
 
 
 def run_this_frame_uncompiled() -> Any:

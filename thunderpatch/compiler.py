@@ -25,9 +25,9 @@ _Kind = TypeVar("_Kind", Graph, SymbolicGraph)
 class Compiler:
     """What one set of options compiles with. Graphs live as long as something that may call them does."""
 
-    def __init__(self, options: Options, watch: capture.Watch, owner: Callable[[], str]) -> None:
+    def __init__(self, options: Options, watch: capture.Watch, owner: Callable[[], str | None]) -> None:
         self.options = options
-        self._owner = owner
+        self._asked_by = owner
         self._graphs: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
         self.compiled = 0  # graphs compiled, not found again
         # Dynamo keeps every backend for good: what it gets is a function that knows this object weakly.
@@ -60,8 +60,11 @@ class Compiler:
             found.breaks[ended_by] = None
         return found
 
+    def _owner(self) -> str:
+        return self._asked_by() or "(unknown)"
+
     def _new(self, gm: fx.GraphModule) -> Graph:
-        graph = Graph(gm, self.options, self._owner())
+        graph = Graph(gm, self.options, self._owner(), self._asked_by)
         self.compiled += 1
         log.info("%s: captured a graph of %d nodes", graph.owner, len(gm.graph.nodes))
         return graph

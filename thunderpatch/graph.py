@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -33,15 +33,22 @@ compiling = threading.RLock()
 
 
 class Graph:
-    """One distinct graph under one set of options: as captured, and compiled once it was called."""
+    """One distinct graph under one set of options: as captured, and compiled once it was called.
 
-    def __init__(self, gm: fx.GraphModule, options: Options, owner: str) -> None:
-        self.gm, self.options, self.owner = gm, options, owner
+    `owner` names the module that it was captured for. After a failure another module may be the next to try, which
+    `asked_by` names.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, options: Options, owner: str, asked_by: Callable[[], str | None] = lambda: None
+    ) -> None:
+        self.gm, self.options, self.owner, self._asked_by = gm, options, owner, asked_by
         self.routes: list[quirks.Route] = []
         self.info: Any = None  # thunder's SubgraphInfo
         self.partitions: list[Partition] = []
         self.error: Exception | None = None  # why the graph runs as captured
-        self.seconds = 0.0  # of the splitter, which compiles inductor's parts
+        # Of compiling, by who took them. Whoever runs the graph first has waited for them, and takes them from here.
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.breaks: dict[tuple[str, str], None] = {}  # (source line, reason) of graph breaks that end the graph
         self.call: Callable[..., Any] = self._first_call
         self.settings = settings()
@@ -56,12 +63,6 @@ class Graph:
         """(what runs it, number of operations) of each part."""
         found = self.info.submodule_to_compiled_functions.items() if self.info is not None else ()
         return [(_kind(captured, compiled), graphs.operations(captured)) for captured, compiled in found]
-
-    @property
-    def splits(self) -> list[str]:
-        """Why the graph was cut, in words."""
-        reasons = self.info.split_reasons if self.info is not None else ()
-        return [f"{reason.info}{f' ({reason.exception})' if reason.exception else ''}" for reason in reasons]
 
     @property
     def eager(self) -> bool:
@@ -83,6 +84,7 @@ class Graph:
         with compiling:
             if self.call != self._first_call:  # another thread was first
                 return self.call(*inputs)
+            self.owner = self._asked_by() or self.owner
             with splitting.backward_too():  # the splitter leaves inductor's parts to their first call
                 return self._compile_and_call(inputs)
 
@@ -100,6 +102,8 @@ class Graph:
             self._fail(failure.__cause__ or failure)
             call = self.gm.forward
             result = call(*inputs)
+        finally:
+            self.seconds["thunder"] += sum(partition.seconds for partition in self.partitions)
         self.call = self._fused() or call
         if not self.eager:
             log.info("%s: compiled its graph, %d partitions by thunder", self.owner, len(self.partitions))
@@ -111,7 +115,6 @@ class Graph:
         return splitting.fused(self.info.split_graph_module, self.partitions[0])
 
     def _compile(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:
-        began = time.perf_counter()
         self.error = None  # of an attempt before, which raised
         self.routes = quirks.reroute(self.gm)
         for route in self.routes:
@@ -121,13 +124,11 @@ class Graph:
         gradients = torch.is_grad_enabled()
         try:
             with backend_context():
-                call, self.info, self.partitions = splitting.split(self.gm, self.options, self.owner)
+                call, self.info, self.partitions = splitting.split(self.gm, self.options, self.owner, self.seconds)
         except Exception as error:
             torch.set_grad_enabled(gradients)  # a compiler that fails may leave them switched off
             self._fail(error)
             return self.gm.forward
-        finally:
-            self.seconds += time.perf_counter() - began
         return call
 
     def _fail(self, error: BaseException) -> None:

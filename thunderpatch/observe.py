@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from torch import nn
 
-from . import registry
+from . import registry, wording
 from .errors import ArgumentError
 from .forward import inlined_classes
 from .fused import why_never_called
+from .graph import Graph
 from .record import Record
 from .report import Report, Row, Status
 
@@ -23,18 +25,17 @@ def report(model: nn.Module) -> Report:
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"report takes a torch.nn.Module, not {type(model).__name__}")
-    found = [(fqn, module, _latest(module)) for fqn, module in model.named_modules()]
-    present = {fqn: record for fqn, _, record in found if record is not None}
-    sharing: dict[int, int] = {}
-    for record in present.values():
-        sharing[id(record.group)] = sharing.get(id(record.group), 0) + 1
-    return Report(
-        [
-            _row(model, fqn, module, record, _compiled_above(fqn, present), sharing[id(record.group)])
-            for fqn, module, record in found
-            if record is not None
-        ]
-    )
+    found = [(fqn, module, record) for fqn, module in model.named_modules() if (record := _latest(module)) is not None]
+    records = {fqn: record for fqn, _, record in found}
+    users: dict[Graph, list[str]] = {}
+    for fqn, record in records.items():
+        for graph in record.graphs:
+            users.setdefault(graph, []).append(fqn)
+    rows = []
+    for fqn, module, record in found:
+        status, reason = _status(model, fqn, module, record, _compiled_above(fqn, records))
+        rows.append(_row(fqn, module, record, status, reason, users))
+    return Report(rows, _code(users))
 
 
 def _latest(module: nn.Module) -> Record | None:
@@ -51,12 +52,11 @@ def _compiled_above(fqn: str, records: dict[str, Record]) -> str | None:
     return None
 
 
-def _row(model: nn.Module, fqn: str, module: nn.Module, record: Record, above: str | None, sharing: int) -> Row:
-    status, reason = _status(model, fqn, module, record, above)
+def _row(
+    fqn: str, module: nn.Module, record: Record, status: Status, reason: str, users: dict[Graph, list[str]]
+) -> Row:
     graphs = list(record.graphs)
-    parts = [part for graph in graphs for part in graph.parts]
-    thunder = [ops for kind, ops in parts if kind == "thunder"]
-    inductor = [ops for kind, ops in parts if kind == "inductor"]
+    sharing = _unique(user for graph in graphs for user in users[graph])
     return Row(
         fqn=fqn,
         cls=type(module).__name__,
@@ -64,26 +64,27 @@ def _row(model: nn.Module, fqn: str, module: nn.Module, record: Record, above: s
         reason=reason,
         calls=record.calls,
         compiled_calls=record.compiled_calls,
-        graphs=len(graphs),
-        graph_breaks=[place for graph in graphs for place in graph.breaks],
-        thunder_partitions=len(thunder),
-        inductor_partitions=len(inductor),
-        ops_thunder=sum(thunder),
-        ops_inductor=sum(inductor),
-        split_reasons=_unique(text for graph in graphs for text in graph.splits),
-        routes=_unique(
-            f"{route.node or 'the graph'} to {route.target}: {route.reason}" for g in graphs for route in g.routes
-        ),
+        split_reasons=wording.splits(graphs),
+        routes=wording.routes(graphs),
         recompiles=len(record.recompiled),
         recompile_reasons=_unique(record.recompiled),
-        seconds={
-            "dynamo": record.dynamo_seconds,
-            "thunder": sum(part.seconds for graph in graphs for part in graph.partitions),
-            "inductor": sum(graph.seconds for graph in graphs),
-        },
-        shared_with=sharing - 1 if record.group is not None else 0,
-        group=f"{record.cls.__name__}-{id(record.group):x}" if record.group is not None else "",
+        seconds={stage: record.seconds.get(stage, 0.0) for stage in ("dynamo", "thunder", "inductor")},
+        shared_with=len(sharing) - 1 if sharing else 0,
+        group=sharing[0] if sharing else "",
+        **_code(graphs),
     )
+
+
+def _code(graphs: Collection[Graph]) -> dict[str, Any]:
+    """Return what a report tells of compiled code, by the names of a row's fields."""
+    parts = [part for graph in graphs for part in graph.parts]
+    ops = {kind: [count for ran_by, count in parts if ran_by == kind] for kind in ("thunder", "inductor", "eager")}
+    return {
+        "graphs": len(graphs),
+        "graph_breaks": [place for graph in graphs for place in graph.breaks],
+        **{f"{kind}_partitions": len(counts) for kind, counts in ops.items()},
+        **{f"ops_{kind}": sum(counts) for kind, counts in ops.items()},
+    }
 
 
 def _status(model: nn.Module, fqn: str, module: nn.Module, record: Record, above: str | None) -> tuple[Status, str]:
@@ -104,9 +105,11 @@ def _status(model: nn.Module, fqn: str, module: nn.Module, record: Record, above
     routes = [route for graph in record.graphs for route in graph.routes]
     if _routed_eager(record):
         return Status.ROUTED, "; ".join(_unique(route.reason for route in routes if route.whole_graph_eager))
-    if any(kind != "thunder" for graph in record.graphs for kind, _ in graph.parts):
-        routed = "; ".join(_unique(f"{route.node} goes to {route.target}: {route.reason}" for route in routes))
-        return Status.PARTLY, routed or "thunder leaves some operations to inductor"
+    kinds = {kind for graph in record.graphs for kind, _ in graph.parts}
+    if "thunder" not in kinds and routes:
+        return Status.ROUTED, "; ".join(wording.routes(record.graphs))
+    if kinds - {"thunder"}:
+        return Status.PARTLY, "; ".join(wording.routes(record.graphs)) or "thunder leaves operations to inductor"
     return Status.COMPILED, ""
 
 

@@ -111,6 +111,7 @@ class Opaque:
         self.target, self.uncompiled = target, uncompiled
         self.call = _method(target) if isinstance(target, str) else target
         name = target if isinstance(target, str) else str(getattr(target, "__name__", type(target).__name__))
+        self.instead_of = name
         # The graph's code spells the target by these.
         self.__name__ = f"outside_thunder_{name}"
         self.__qualname__ = self.__name__

@@ -6,6 +6,7 @@ import itertools
 import logging
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,8 @@ class Record:
         self.misled = False  # Dynamo said so, and it did not
         self.compilations = 0  # frames that Dynamo traced in this module's calls
         self.recompiled: list[str] = []  # why an earlier version did not fit, in Dynamo's words
-        self.dynamo_seconds = 0.0
+        # What this module's calls waited for compiling, by who took it.
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @property
     def name(self) -> str:
@@ -125,6 +127,7 @@ class Record:
             lane.newcomer()
         for graph in ran:
             self.graphs.setdefault(graph)
+            self._waited_for(graph)
             if graph.error is not None:
                 self.latch(graph.error)
         if ran:
@@ -144,10 +147,18 @@ class Record:
         if isinstance(error, CompileError):
             self.failure = first_line(error)
             self.graphs.update((graph, None) for graph in ran if graph.error is not None)
+        for graph in ran:
+            self._waited_for(graph)
         expected = self.raises is not None or self.error is not None  # then no code was kept
         self.error = self.raises = None
         if compiled and not expected:
             self.leave(lane)
+
+    def _waited_for(self, graph: Graph) -> None:
+        """Take the seconds of compiling, if nobody has: whose call ran the graph first has waited for them."""
+        for stage, seconds in graph.seconds.items():
+            self.seconds[stage] += seconds
+        graph.seconds.clear()
 
     def latch(self, error: BaseException) -> None:
         """Run the original from now on."""

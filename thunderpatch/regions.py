@@ -48,7 +48,7 @@ class Group:
         return Lane(self.function, self.compiler.optimizer)
 
 
-def compiler_for(options: Options, watch: Watch, owner: Callable[[], str]) -> Compiler:
+def compiler_for(options: Options, watch: Watch, owner: Callable[[], str | None]) -> Compiler:
     """Return the compiler of these options: an equal one that is in use, or a new one."""
     with _lock:
         found = _compilers.get(options.key)

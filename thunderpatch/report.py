@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
-from .tables import Column, Note, page, plain, screen
+from .tables import Column, Note, gathered, page, plain, screen
 
 
 class Status(str, Enum):
@@ -47,11 +47,13 @@ COLOURS = {
 class Row:
     """One module of a report.
 
-    What belongs to compiled code (graphs, partitions, operations, recompiles, seconds) is told for the code
-    that this module runs; modules with the same `group` run the same code, and totals count it once.
-    `seconds` are those of the first call, by stage ("dynamo", "thunder", "inductor"). `shared_with` is the
-    number of other modules that run the same code, those of other models included. `graph_breaks` holds pairs
-    of source line and cause.
+    What belongs to compiled code (graphs, graph breaks, partitions, operations) is told for the code that this
+    module runs. `shared_with` is the number of other modules of the model that run some of it, and `group` the FQN
+    of the first that does; totals count it once. Recompiles and seconds are those in this module's own calls:
+    `seconds` is what they waited for compiling, by stage ("dynamo", "thunder", "inductor"), so that of modules that
+    share code the first has most of them. Inductor's backward is among them, but for torch 2.9, which compiles it
+    in the first backward. Operations of eager partitions run as captured, inside a compiled graph. `graph_breaks`
+    holds pairs of source line and cause.
     """
 
     fqn: str
@@ -64,8 +66,10 @@ class Row:
     graph_breaks: Sequence[tuple[str, str]] = ()
     thunder_partitions: int = 0
     inductor_partitions: int = 0
+    eager_partitions: int = 0
     ops_thunder: int = 0
     ops_inductor: int = 0
+    ops_eager: int = 0
     split_reasons: Sequence[str] = ()
     routes: Sequence[str] = ()
     recompiles: int = 0
@@ -83,10 +87,25 @@ class Row:
         yield from (("graph break", f"{where}: {why}") for where, why in self.graph_breaks)
         yield from (("split", reason) for reason in self.split_reasons)
         yield from (("recompiled", reason) for reason in self.recompile_reasons)
+        if self.shared_with:
+            yield "shared", f"compiled once, for {self.group}"
+
+
+# The fields of a row that tell of compiled code.
+OF_CODE = (
+    "graphs",
+    "graph_breaks",
+    "thunder_partitions",
+    "inductor_partitions",
+    "eager_partitions",
+    "ops_thunder",
+    "ops_inductor",
+    "ops_eager",
+)
 
 
 def _partitions(count: int, ops: int) -> str:
-    return f"{count} ({ops} ops)" if count else ""
+    return f"{count} ({ops} {'op' if ops == 1 else 'ops'})" if count else ""
 
 
 def _seconds(row: Row, stage: str) -> str:
@@ -105,8 +124,9 @@ COLUMNS: tuple[Column[Row], ...] = (
     Column("graphs", lambda row: str(row.graphs), keep=2, number=True),
     Column("thunder", lambda row: _partitions(row.thunder_partitions, row.ops_thunder), keep=4, number=True),
     Column("inductor", lambda row: _partitions(row.inductor_partitions, row.ops_inductor), keep=5, number=True),
+    Column("eager", lambda row: _partitions(row.eager_partitions, row.ops_eager), keep=5, number=True),
     Column("shared with", lambda row: str(row.shared_with or ""), keep=6, number=True),
-    Column("first call s", _total, keep=5, number=True),
+    Column("compile s", _total, keep=5, number=True),
     Column("breaks", lambda row: str(len(row.graph_breaks) or ""), keep=7, number=True),
     Column("recompiles", lambda row: str(row.recompiles or ""), keep=8, number=True),
     Column("dynamo s", lambda row: _seconds(row, "dynamo"), keep=9, number=True),
@@ -122,8 +142,9 @@ class Report:
     `to_dict` and `to_json`. `report["blocks.0"]` is the row of one FQN.
     """
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row], code: Mapping[str, Any] | None = None) -> None:
         self.rows = sorted(rows, key=lambda row: ATTENTION[row.status])
+        self._code = code  # what the rows' fields for compiled code are for all of it, where rows share some
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -146,22 +167,20 @@ class Report:
     @property
     def totals(self) -> dict[str, Any]:
         """The sums over all rows. Code that modules share is counted once."""
-        distinct = list({row.group or row.fqn: row for row in self.rows}.values())
-        statuses = Counter(str(row.status) for row in self.rows)
-        stages = sorted({stage for row in distinct for stage in row.seconds})
+
+        def total(name: str) -> int:
+            values = [self._code[name]] if self._code is not None else [getattr(row, name) for row in self.rows]
+            return sum(value if isinstance(value, int) else len(value) for value in values)
+
+        stages = sorted({stage for row in self.rows for stage in row.seconds})
         return {
             "modules": len(self.rows),
-            "statuses": dict(statuses),
+            "statuses": dict(Counter(str(row.status) for row in self.rows)),
             "calls": sum(row.calls for row in self.rows),
             "compiled_calls": sum(row.compiled_calls for row in self.rows),
-            "graphs": sum(row.graphs for row in distinct),
-            "graph_breaks": sum(len(row.graph_breaks) for row in distinct),
-            "thunder_partitions": sum(row.thunder_partitions for row in distinct),
-            "inductor_partitions": sum(row.inductor_partitions for row in distinct),
-            "ops_thunder": sum(row.ops_thunder for row in distinct),
-            "ops_inductor": sum(row.ops_inductor for row in distinct),
-            "recompiles": sum(row.recompiles for row in distinct),
-            "seconds": {stage: sum(row.seconds.get(stage, 0.0) for row in distinct) for stage in stages},
+            **{name: total(name) for name in OF_CODE},
+            "recompiles": sum(row.recompiles for row in self.rows),
+            "seconds": {stage: sum(row.seconds.get(stage, 0.0) for row in self.rows) for stage in stages},
         }
 
     @property
@@ -184,12 +203,9 @@ class Report:
 
     @property
     def notes(self) -> list[Note]:
-        """Reasons, graph breaks, splits, routes and recompiles; a note that several modules share is one."""
-        names: dict[tuple[str, str], list[str]] = {}
-        for row in self.rows:
-            for note in row.notes():
-                names.setdefault(note, []).append(row.fqn or "(model)")
-        return [Note(kind, fqns, text) for (kind, text), fqns in names.items()]
+        """Reasons, graph breaks, splits, routes, recompiles and what shares code; what modules share is one note."""
+        told = ((row.fqn or "(model)", kind, text) for row in self.rows for kind, text in row.notes())
+        return gathered(told)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: `verdict`, `ok`, `totals`, and `rows` in the order of the table."""

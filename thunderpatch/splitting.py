@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +22,23 @@ from .quirks_nodes import runs_as_captured
 from .recomputation import Region
 
 
-def split(gm: fx.GraphModule, options: Options, owner: str) -> tuple[Callable[..., Any], Any, list[Partition]]:
-    """Return a function that runs the parts of a graph, thunder's account of them, and those that thunder has."""
+def split(
+    gm: fx.GraphModule, options: Options, owner: str, seconds: defaultdict[str, float]
+) -> tuple[Callable[..., Any], Any, list[Partition]]:
+    """Return a function that runs the parts of a graph, thunder's account of them, and those that thunder has.
+
+    What it takes is added to `seconds`: that of inductor, which compiles its parts here, and that of thunder.
+    """
+    began, before = time.perf_counter(), seconds["inductor"]
+    try:
+        return _split(gm, options, owner, seconds)
+    finally:
+        seconds["thunder"] += time.perf_counter() - began - (seconds["inductor"] - before)
+
+
+def _split(
+    gm: fx.GraphModule, options: Options, owner: str, seconds: defaultdict[str, float]
+) -> tuple[Callable[..., Any], Any, list[Partition]]:
     thunder = load_thunder()
     from thunder.dynamo.splitter import _splitter
     from thunder.dynamo.utils import recompile_graph, remove_empty_autocast
@@ -37,7 +54,7 @@ def split(gm: fx.GraphModule, options: Options, owner: str) -> tuple[Callable[..
     # Dynamo's guards hold for every call that gets here: thunder need not check tensors again.
     prune = ExtractionOnlyPrologueTransform(skip_check_on_input_tensors=True)
     settings["transforms"] = [*(settings.get("transforms") or ()), prune]
-    inductor = functools.partial(_inductor, dict(options.inductor) or None)
+    inductor = functools.partial(_inductor, dict(options.inductor) or None, seconds)
     jit = functools.partial(_jit, functools.partial(thunder.jit, **settings), bool(options.thunder.get("transforms")))
     divided, info = _splitter(gm, jit, inductor, [], settings)
     whole: Any = info.original_split_graph_module
@@ -83,9 +100,22 @@ def backward_too() -> contextlib.AbstractContextManager[Any]:
     return config.patch({name: value for name, value in wanted.items() if hasattr(config, name)})  # type: ignore[no-any-return]
 
 
-def _inductor(options: dict[str, Any] | None, part: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+def _inductor(
+    options: dict[str, Any] | None, seconds: defaultdict[str, float], part: fx.GraphModule, inputs: list[Any]
+) -> Callable[..., Any]:
     """Let inductor compile a part, unless that holds an operation which only eager gets right."""
-    return part.forward if runs_as_captured(part) else torch._inductor.compile(part, inputs, options=options)
+    return part.forward if runs_as_captured(part) else inductor_compile(part, inputs, options, seconds)
+
+
+def inductor_compile(
+    gm: fx.GraphModule, inputs: list[Any], options: dict[str, Any] | None, seconds: defaultdict[str, float]
+) -> Callable[..., Any]:
+    """Let inductor compile a graph, and add what that takes to `seconds`."""
+    began = time.perf_counter()
+    try:
+        return torch._inductor.compile(gm, inputs, options=options)  # type: ignore[no-any-return]
+    finally:
+        seconds["inductor"] += time.perf_counter() - began
 
 
 class _Jitted(nn.Module):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import html
 import io
 import itertools
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -57,10 +58,35 @@ class Note:
     @property
     def brief(self) -> str:
         """The first line of the text."""
-        return " ".join(self.text.partition("\n")[0].split())
+        return _first_line(self.text)
 
     def __str__(self) -> str:
         return f"{self.where}: {self.brief}"
+
+
+def gathered(told: Iterable[tuple[str, str, str]]) -> list[Note]:
+    """Turn remarks (name of a row, kind, text) into notes, by kind, each text once.
+
+    Texts that differ by an index alone, such as that of a layer in a guard, are one: `layers[*]` stands in it.
+    """
+    found: dict[str, dict[str, dict[str, list[str]]]] = {}
+    for name, kind, text in told:
+        similar = found.setdefault(kind, {}).setdefault(_INDEX.sub("[*]", _first_line(text)), {})
+        similar.setdefault(_first_line(text), []).append(name)
+    return [
+        Note(
+            kind, list(dict.fromkeys(itertools.chain(*texts.values()))), anyone if len(texts) > 1 else next(iter(texts))
+        )
+        for kind, by_text in found.items()
+        for anyone, texts in by_text.items()
+    ]
+
+
+def _first_line(text: str) -> str:
+    return " ".join(text.partition("\n")[0].split())
+
+
+_INDEX = re.compile(r"\[\d+\]")
 
 
 def fold(name: str, width: int) -> str:
