@@ -7,6 +7,8 @@ lets Dynamo's guards pick the code, `graph.Graph` runs it, and the trail tells t
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable
@@ -139,6 +141,22 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
     def last_backward_traces(self) -> list[Any]:
         """The same for the backward; empty where no gradient was wanted."""
         return [t for g in self._self_record.graphs for p in g.partitions for t in p.traces("last_backward_traces")]
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The original's function; for this module it runs the compiled code.
+
+        Who wraps a bound method by its function and binds that again (accelerate's `prepare` under mixed precision)
+        would else go past the patch. Of an original that is no method it is missing, as it is there.
+        """
+        function: Callable[..., Any] = self.__wrapped__.__func__
+
+        @functools.wraps(function)
+        def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            return (self if module is self._self_module else functools.partial(function, module))(*args, **kwargs)
+
+        forward.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]  # some look at it alone
+        return forward
 
     def __copy__(self) -> PatchedForward:
         return self

@@ -166,7 +166,7 @@ def test_tools_that_look_for_arguments_see_the_original_code() -> None:
     assert inspect.getfullargspec(module.forward).args == ["self", "ids", "position"]
     assert inspect.ismethod(module.forward) or callable(module.forward)
     assert module.forward.__code__.co_varnames[:3] == ("self", "ids", "position")
-    assert module.forward.__func__ is Net.forward
+    assert inspect.unwrap(module.forward.__func__) is Net.forward
 
 
 def test_a_generator_is_left_out_with_a_word_and_stays_a_lazy_generator() -> None:
