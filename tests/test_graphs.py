@@ -1,4 +1,4 @@
-"""When two captured graphs are the same, and how one with symbolic sizes becomes static."""
+"""When two captured graphs are the same."""
 
 from __future__ import annotations
 
@@ -10,23 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from dynamo import captured
 from torch import fx, nn
 
 from thunderpatch import graphs
-
-
-def captured(function: Callable[..., Any], *args: Any, dynamic: bool = False) -> fx.GraphModule:
-    """Return the graph that Dynamo makes of a call, before anything else has seen it."""
-    found: list[fx.GraphModule] = []
-
-    def backend(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        found.append(gm)
-        return gm.forward
-
-    torch._dynamo.reset()
-    torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
-    (gm,) = found
-    return gm
 
 
 def scaled(factor: Any, cls: type[nn.Module] = nn.Tanh) -> nn.Module:
@@ -129,58 +116,3 @@ def test_a_copy_does_the_same_and_holds_nothing_of_the_call() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert [ref() for ref in refs] == [None, None]
-
-
-def test_symbolic_inputs_are_found_and_static_graphs_have_none() -> None:
-    gm = captured(lambda x: x * x.shape[0], torch.ones(5, 3), dynamic=True)
-    assert len(graphs.symbolic_inputs(gm)) == 2
-    assert graphs.symbolic_inputs(captured(lambda x: x * x.shape[0], torch.ones(5, 3))) == ()
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(1, 4), (2, 3), (9, 9)])
-def test_a_specialised_graph_is_static_and_right(rows: int, columns: int) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(x.shape[1], -1) * (x.shape[0] + x.shape[1] // 2) + torch.arange(x.shape[0])[0]
-
-    gm = graphs.copied(captured(function, torch.ones(6, 5), dynamic=True))
-    x = torch.randn(rows, columns)
-    order = [graphs.example(node) for node in graphs.placeholders(gm)]
-    sizes = iter([rows, columns])
-    inputs = [x if isinstance(value, torch.Tensor) else next(sizes) for value in order]
-    static = graphs.specialise(gm, inputs)
-    result = static(*inputs)
-    torch.testing.assert_close(result[0] if isinstance(result, tuple) else result, function(x))
-    values = [graphs.example(node) for node in static.graph.nodes if node.op == "call_function"]
-    shapes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
-    assert all(type(size) is int for size in shapes) and shapes
-    assert graphs.structure(static) is not None
-
-
-def test_specialising_keeps_what_wants_a_gradient() -> None:
-    tensors = torch.ones(4, 3), torch.ones(3, requires_grad=True)
-    gm = graphs.copied(captured(lambda x, w: (x * w).sum(0), *tensors, dynamic=True))
-    left, sizes = iter(tensors), iter(tensors[0].shape)
-    given = [
-        next(left) if isinstance(graphs.example(node), torch.Tensor) else next(sizes)
-        for node in graphs.placeholders(gm)
-    ]
-    static = graphs.specialise(gm, given)
-    made = [graphs.example(node) for node in static.graph.nodes if node.op in ("call_function", "call_method")]
-    assert len(made) == 2 and all(value.requires_grad for value in made)
-
-
-def test_tensors_made_of_sizes_stay_operations() -> None:
-    gm = graphs.copied(captured(lambda x: x + torch.rand(x.shape[0], 1), torch.ones(4, 3), dynamic=True))
-    order = [isinstance(graphs.example(node), torch.Tensor) for node in graphs.placeholders(gm)]
-    sizes = iter([2, 3])
-    static = graphs.specialise(gm, [torch.ones(2, 3) if tensor else next(sizes) for tensor in order])
-    assert torch.rand in [node.target for node in static.graph.nodes]
-
-
-def test_propagation_leaves_grad_mode_and_inputs_as_they_were() -> None:
-    gm = graphs.copied(captured(lambda x: x.sin().add_(1), X))
-    x = torch.zeros(2, 3)
-    with torch.no_grad():
-        graphs.propagate(gm, [x])
-        assert not torch.is_grad_enabled()
-    assert x.abs().sum() == 0

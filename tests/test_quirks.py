@@ -44,6 +44,13 @@ class Tripled(torch.autograd.Function):
         return grad * 3
 
 
+def hooked(x: Tensor) -> Tensor:
+    y = x.sin()
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad * 3)
+    return y.relu()
+
+
 COMPLEX = torch.complex64
 EVIDENCE: dict[str, Evidence] = {
     "complex numbers": Evidence(lambda x: x * x, lambda: (normal(3, dtype=COMPLEX),)),
@@ -86,6 +93,7 @@ EVIDENCE: dict[str, Evidence] = {
         lambda: (normal(1, 1, 2, 2), torch.full((1, 1, 1, 2), NAN)),
     ),
     "as_strided in place": Evidence(lambda x: (x * 1).as_strided_((2, 2), (1, 2)), lambda: (normal(3, 3),)),
+    "hook": Evidence(hooked, lambda: (normal(3),)),
     "diagonal": Evidence(torch.diagonal, lambda: (normal(3, 3),)),
     "relu of NaN": Evidence(F.relu, lambda: (given(NAN, 1.0),)),
 }
@@ -261,11 +269,24 @@ def eager_has_a_gradient_of_atan2_at_the_origin() -> bool:
     return x.grad is not None and not bool(x.grad.isnan())
 
 
+def dynamo_takes_a_hook_into_its_graph() -> bool:
+    found: list[bool] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        found.append(any("hook" in n.name for n in gm.graph.nodes))
+        return gm.forward
+
+    torch.compile(own(hooked), backend=backend)(normal(3))
+    torch._dynamo.reset()
+    return any(found)
+
+
 # What depends on the torch: whether the fault is there.
 ONLY_HERE: dict[str, Callable[[], bool]] = {
     "autograd.Function": torch_says_nothing_of_the_tensors_of_a_function,
     "cumprod": inductor_takes_cumprod_apart,
     "atan2": eager_has_a_gradient_of_atan2_at_the_origin,
+    "hook": dynamo_takes_a_hook_into_its_graph,
     "take_along_dim": eager_takes_negative_indices,
 }
 

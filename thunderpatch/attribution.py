@@ -32,9 +32,13 @@ class Attribution(capture.Watch):
         if soft:
             self.skipped(frame, f"Dynamo cannot trace it: {first_line(error)}")
             return None
-        if isinstance(error, torch._dynamo.exc.TorchRuntimeError):
-            # Most likely the caller's own mistake, which eager reports better. If eager gets through, it was ours.
-            record.error = error
+        if isinstance(error, torch._dynamo.exc.TorchRuntimeError) and not options.fullgraph:
+            # Most likely the caller's own mistake, which eager reports better, or the forward catches it.
+            why = f"Dynamo cannot trace it: {first_line(error)}"
+            if record.misled:
+                self.skipped(frame, why)
+                return capture.run_uncompiled_from_now_on()
+            record.raises = why
             return capture.run_this_frame_uncompiled()
         if options.on_error == "raise":
             raise compile_error(record, error) from error

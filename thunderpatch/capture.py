@@ -214,6 +214,12 @@ def run_this_frame_uncompiled() -> Any:
     return _types.ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
 
 
+def run_uncompiled_from_now_on() -> Any:
+    """Return Dynamo's answer for a frame whose code object it shall leave to Python for good."""
+    strategy = _types.FrameExecStrategy(_types.FrameAction.SKIP, _types.FrameAction.DEFAULT)
+    return _types.ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=True)
+
+
 class Trail(threading.local):
     """What happened in this thread: the graphs that ran since the outermost patched call began, in order."""
 

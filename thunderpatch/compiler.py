@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from . import capture, graphs
+from . import capture, graphs, symbols
 from .graph import Graph, settings
 from .options import Options
 from .sizes import SymbolicGraph
@@ -45,7 +45,7 @@ class Compiler:
         ended_by = _graph_break(gm)
         # A copy holds the nodes alone, not what Dynamo hangs on the graph and the inputs of this call.
         gm = graphs.copied(gm)
-        if not graphs.symbolic_inputs(gm):
+        if not symbols.symbolic_inputs(gm):
             return self.find(gm, ended_by).runner()
 
         def find(static: fx.GraphModule) -> Graph:

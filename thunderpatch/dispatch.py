@@ -9,7 +9,7 @@ directly is sound when each thing that thunder would check is covered, condition
 thunder checks, at each call            why it need not
 ======================================  =====================================================================
 shape, dtype, device, requires_grad     TENSOR_MATCH guards of Dynamo; sizes are static here, since a graph with
-                                        symbolic sizes is split into static ones first (`graphs.specialise`)
+                                        symbolic sizes is split into static ones first (`symbols.specialise`)
 grad mode, default dtype and device,    Dynamo's global-state guards; these are also in the key under which a
 autocast                                compiled graph is found again (`graph.settings`)
 numbers and strings, module attributes  constants of the captured graph, guarded by Dynamo

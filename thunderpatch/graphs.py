@@ -1,4 +1,4 @@
-"""FX graphs as Dynamo captures them: when two are the same, and how one with symbolic sizes becomes static."""
+"""FX graphs as Dynamo captures them, and when two are the same."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
@@ -38,25 +35,6 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     for node in placeholders(copy):
         node.meta.pop("grapharg", None)
     return copy
-
-
-def symbolic_inputs(gm: fx.GraphModule) -> tuple[int, ...]:
-    """Return the positions of the inputs that are symbolic numbers, or tensors that stand for one."""
-    nodes = enumerate(placeholders(gm))
-    return tuple(i for i, node in nodes if isinstance(example(node), SYMBOLS) or _wraps_a_number(node))
-
-
-def _wraps_a_number(node: fx.Node) -> bool:
-    """Whether all that the graph does with an input is `.item()`: so Dynamo hands over floats that vary.
-
-    Of a numpy number Dynamo takes the item by a function of its own.
-    """
-    value = example(node)
-    if not isinstance(value, torch.Tensor) or value.dim() != 0:
-        return False
-    return bool(node.users) and all(
-        user.target == "item" or getattr(user.target, "__name__", "") == "wrapped_item" for user in node.users
-    )
 
 
 def structure(gm: fx.GraphModule) -> tuple[Any, ...] | None:
@@ -152,88 +130,11 @@ def _sizes(sizes: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(size if type(size) is int else str(size) for size in sizes)
 
 
-def specialise(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """Return a copy of `gm` in which symbolic sizes have the values that `inputs` give them.
-
-    The copy takes the same inputs. Its example values are computed anew with fake tensors, since thunder's
-    splitter and its partitions read shapes and `requires_grad` there.
-    """
-    values: dict[fx.Node, Any] = {}
-    graph = fx.Graph()
-    known: dict[fx.Node, Any] = {}  # node of the old graph -> number
-
-    def resolve(node: fx.Node) -> Any:
-        return known[node] if node in known else values[node]
-
-    taken = iter(inputs)
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            value = next(taken)
-            values[node] = graph.node_copy(node)
-            if isinstance(example(node), SYMBOLS):
-                known[node] = value
-            elif _wraps_a_number(node):
-                known.update((user, value.item()) for user in node.users)
-            continue
-        if node in known:
-            continue
-        # A number made of numbers. What makes a tensor of them (arange, rand) stays an operation.
-        number = isinstance(example(node), (*SYMBOLS, bool, int, float))
-        if node.op == "call_function" and number and all(n in known for n in node.all_input_nodes):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: known[n])
-            known[node] = node.target(*args, **kwargs)
-            continue
-        values[node] = graph.node_copy(node, resolve)
-    static = fx.GraphModule(gm, graph, gm.__class__.__name__)
-    propagate(static, inputs)
-    return static
-
-
-def numbered(gm: fx.GraphModule) -> tuple[fx.GraphModule, frozenset[int]]:
-    """Return a copy that takes as numbers what `gm` takes as tensors only to call `.item()`, and those positions."""
-    copy = copied(gm)
-    found = frozenset(i for i, node in enumerate(placeholders(copy)) if _wraps_a_number(node))
-    for i in found:
-        node = placeholders(copy)[i]
-        for user in list(node.users):
-            user.replace_all_uses_with(node)
-            copy.graph.erase_node(user)
-    copy.recompile()
-    return copy, found
+def output(gm: fx.GraphModule) -> fx.Node:
+    node: fx.Node = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    return node
 
 
 def operations(gm: fx.GraphModule) -> int:
     """Return how many operations a graph has."""
     return sum(node.op.startswith("call_") for node in gm.graph.nodes)
-
-
-def propagate(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Set each node's example value, by running the graph on fakes of `inputs`; nothing real is computed."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [_fake(value, mode) for value in inputs]
-
-    class Recorder(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            result = super().run_node(n)
-            if n.op != "output":
-                n.meta["example_value"] = result
-            return result
-
-    grad = torch.is_grad_enabled()
-    try:
-        with mode:
-            Recorder(gm).run(*fakes)
-    finally:
-        torch.set_grad_enabled(grad)
-
-
-def _fake(value: Any, mode: FakeTensorMode) -> Any:
-    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
-        return value
-    # Detached first: an example value must know whether a gradient is wanted, not the history behind it.
-    fake = mode.from_tensor(value.detach(), static_shapes=True)
-    if not value.requires_grad:
-        return fake
-    with torch.enable_grad():
-        leaf = fake.requires_grad_()
-        return leaf if value.is_leaf else leaf.clone()

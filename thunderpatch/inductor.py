@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
-from . import graphs
+from . import graphs, symbols
 from .errors import CompileError
 from .recomputation import Observed, Recomputation, Region, is_tensor
 
@@ -184,7 +184,7 @@ def _returns_views(part: fx.GraphModule) -> bool:
     results = next(node for node in part.graph.nodes if node.op == "output").all_input_nodes
     inputs = [graphs.example(node) for node in graphs.placeholders(part)]
     outputs = [graphs.example(node) for node in results]
-    if not all(isinstance(value, (torch.Tensor, int, float, bool, *graphs.SYMBOLS)) for value in (*inputs, *outputs)):
+    if not all(isinstance(value, (torch.Tensor, int, float, bool, *symbols.SYMBOLS)) for value in (*inputs, *outputs)):
         return True
     taken = {value.untyped_storage()._cdata for value in inputs if is_tensor(value)}
     made = [value.untyped_storage()._cdata for value in outputs if is_tensor(value)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from .quirks_functional import make_functional
-from .quirks_known import EAGER, INDUCTOR, QUIRKS, SUBCLASS, THUNDER, TRANSFORM
+from .quirks_known import EAGER, HOOK, INDUCTOR, INFERENCE, QUIRKS, SUBCLASS, THUNDER, TRANSFORM
 from .quirks_mutation import Mutations, mutations
 from .quirks_nodes import is_call, keep_from_thunder, nested, picks, spelled, thunder_takes
 from .quirks_respelled import spell_out
@@ -62,8 +62,8 @@ def reroute(gm: fx.GraphModule) -> list[Route]:
 def _decide(gm: fx.GraphModule) -> tuple[dict[fx.Node, Route], Mutations]:
     routes: dict[fx.Node, Route] = {}
     calls = [node for node in gm.graph.nodes if is_call(node) and not picks(node)]
-    # Cut between a wrapper and what it wraps, inductor fails on the parts: it gets such a graph whole.
-    whole = next((quirk for quirk in (SUBCLASS, TRANSFORM) if any(map(quirk.matches, calls))), None)
+    # Cut between a wrapper and what it wraps, or where a mode is on, the parts would not do the same.
+    whole = next((quirk for quirk in (INFERENCE, HOOK, SUBCLASS, TRANSFORM) if any(map(quirk.matches, calls))), None)
     for node in calls:
         if quirk := whole or next((quirk for quirk in QUIRKS if quirk.matches(node)), None):
             routes[node] = Route(quirk.name, node.name, quirk.target, quirk.reason)

@@ -111,6 +111,11 @@ def _read_as_number(node: fx.Node) -> bool:
     return op_name(node) == "put" and needs_grad(node) and any(t.dim() == 0 for t in tensors([index]))
 
 
+def _hook_on_what_is_used(node: fx.Node) -> bool:
+    """Whether a hook goes on a value that the graph has used by another name, and so by another way of the gradient."""
+    return op_name(node) == "register_hook" and len(node.all_input_nodes[0].users) > 1
+
+
 def _until_2_11(*names: str) -> Callable[[fx.Node], bool]:
     # A string is compared as a version here.
     return lambda node: op_name(node) in names and needs_grad(node) and torch.__version__ < "2.12"
@@ -207,6 +212,7 @@ QUIRKS: tuple[Quirk, ...] = (
         _method("broadcast_to"),
         "thunder knows the function and not the method, which its splitter mixes up",
     ),
+    Quirk("hook", _named("register_hook"), "a hook on a tensor is lost where a graph is cut before it", EAGER),
     Quirk("number in a tensor", _read_as_number, "inductor cannot compile what depends on a tensor's value", EAGER),
     Quirk("as_strided in place", _method("as_strided_"), "inductor loses the new shape", EAGER),
     Quirk("NaN in a grid", _named("grid_sample", "grid_sampler", "grid_sampler_2d"), "inductor gives 0 there", EAGER),
@@ -216,5 +222,18 @@ TRANSFORM = Quirk(
     "functorch",
     lambda node: getattr(node.target, "__module__", None) in _FUNCTORCH,
     "thunder does not know what vmap and grad are captured as",
+)
+# A part of it would be traced with inference mode switched on halfway: that fails, and leaves the thread's state wrong.
+INFERENCE = Quirk(
+    "inference mode",
+    _named("enter_inference_mode"),
+    "neither thunder nor inductor makes what is computed in inference mode an inference tensor",
+    EAGER,
+)
+HOOK = Quirk(
+    "hook on a value",
+    _hook_on_what_is_used,
+    "a hook on a value that is used elsewhere must find its gradient whole",
+    EAGER,
 )
 SUBCLASS = Quirk("tensor subclass", holds_subclass, "thunder does not know DTensor and what else wraps tensors")

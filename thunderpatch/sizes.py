@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import capture, graphs, quirks, splitting
+from . import capture, graphs, quirks, splitting, symbols
 from .calls import Call
 from .graph import Graph, compiling, log, unhooked
 from .inductor import InductorPart
@@ -43,8 +43,9 @@ class SymbolicGraph:
     def __init__(
         self, gm: fx.GraphModule, find: Callable[[fx.GraphModule], Graph], options: Options, owner: str
     ) -> None:
-        self.gm, self._find, self._options, self.owner = gm, find, options, owner
-        self._symbols = graphs.symbolic_inputs(gm)
+        self.gm, self._numbers, self._places = symbols.without_numbers(gm)
+        self._find, self._options, self.owner = find, options, owner
+        self._symbols = symbols.symbolic_inputs(gm)
         self._static: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self._found: list[Graph] = []
         self._limit = static_sizes(gm)
@@ -61,7 +62,19 @@ class SymbolicGraph:
             return call(*inputs)
 
         capture.runs_graphs(run)
-        return run
+        return run if self._numbers is None else self._with_numbers(run, self._numbers.forward)
+
+    def _with_numbers(self, run: Callable[..., Any], numbers: Callable[..., Any]) -> Callable[..., Any]:
+        places = self._places
+
+        def complete(*inputs: Any) -> Any:
+            results = list(run(*inputs))
+            for place, number in zip(places, numbers(*inputs), strict=True):
+                results.insert(place, number)
+            return tuple(results)
+
+        capture.runs_graphs(complete)
+        return complete
 
     def _call_for(self, sizes: tuple[Any, ...], inputs: Sequence[Any]) -> Callable[..., Any]:
         if self._any is not None:
@@ -72,7 +85,7 @@ class SymbolicGraph:
                 self._must_be_static = self._any is None
                 return self._any or self._call_for(sizes, inputs)
             if sizes not in self._static:
-                graph = self._find(graphs.specialise(self.gm, inputs))
+                graph = self._find(symbols.specialise(self.gm, inputs))
                 self._found.append(graph)
                 self._static[sizes] = graph.runner()
             return self._static[sizes]
@@ -101,7 +114,7 @@ class AnySizes(Graph):
 
     def __init__(self, gm: fx.GraphModule, options: Options, owner: str, inputs: Sequence[Any], limit: int) -> None:
         super().__init__(gm, options, owner)
-        self._sample = graphs.specialise(gm, inputs)
+        self._sample = symbols.specialise(gm, inputs)
         reason = f"it met more than {limit} sizes, and thunder would compile for each (dynamic=False: it does)"
         self.routes = [quirks.Route("sizes", "the graph", INDUCTOR, reason)]
         region = Region.of(gm.forward, owner, options)
@@ -133,7 +146,7 @@ def _compiled(gm: fx.GraphModule, options: Options, seconds: defaultdict[str, fl
     It is traced by Dynamo once more, now with all sizes left open, so that what inductor finds out about them
     becomes guards.
     """
-    numbered, numbers = graphs.numbered(gm)
+    numbered, numbers = symbols.numbered(gm)
 
     def inductor(gm: fx.GraphModule, inputs: list[Any], **_: Any) -> Any:
         return splitting.inductor_compile(gm, inputs, dict(options.inductor) or None, seconds)

@@ -7,11 +7,13 @@ import functools
 import operator
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import graphs
 from .compat import load_thunder
@@ -104,7 +106,7 @@ def _inductor(
     options: dict[str, Any] | None, seconds: defaultdict[str, float], part: fx.GraphModule, inputs: list[Any]
 ) -> Callable[..., Any]:
     """Let inductor compile a part, unless that holds an operation which only eager gets right."""
-    return part.forward if runs_as_captured(part) else inductor_compile(part, inputs, options, seconds)
+    return part.forward if runs_as_captured(part) else inductor_compile(part, _sized(inputs), options, seconds)
 
 
 def inductor_compile(
@@ -116,6 +118,14 @@ def inductor_compile(
         return torch._inductor.compile(gm, inputs, options=options)  # type: ignore[no-any-return]
     finally:
         seconds["inductor"] += time.perf_counter() - began
+
+
+def _sized(inputs: Sequence[Any]) -> list[Any]:
+    """Return the fake inputs under a mode that can name a size which it does not know, as a loop over tensors asks."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    return [
+        mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value for value in inputs
+    ]
 
 
 class _Jitted(nn.Module):
