@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from faulty import compiled_wrongly
+from scripts import run_scripts
 
 import thunderpatch
-from thunderpatch import cli
+from thunderpatch import demo, forms, splitting, verbs
 from thunderpatch.cli import VERBS, build_parser, main
 
 ROOT = Path(__file__).parents[1]
@@ -81,6 +83,13 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             def picky():
                 return nn.Linear(4, 4), torch.ones(2, 5)
 
+            class Sorry(nn.Module):
+                def forward(self, x):
+                    return x.atan() * 2
+
+            def mixed():
+                return nn.Sequential(nn.Linear(4, 4), Sorry()), torch.ones(2, 4)
+
             def interrupted():
                 raise KeyboardInterrupt
 
@@ -110,7 +119,7 @@ def test_the_example_of_every_verb_can_be_parsed_and_is_in_its_help(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example = VERBS[verb][1]
-    assert callable(build_parser().parse_args(shlex.split(example)).run)
+    assert callable(getattr(verbs, build_parser().parse_args(shlex.split(example)).run))
     for arguments in (["--help"], [verb, "--help"]):
         with pytest.raises(SystemExit) as stopped:
             main(arguments)
@@ -119,7 +128,7 @@ def test_the_example_of_every_verb_can_be_parsed_and_is_in_its_help(
 
 def test_without_arguments_it_is_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(cli.verbs, "demo", lambda args: ran.append(args) or True)
+    monkeypatch.setattr(verbs, "demo", lambda args: ran.append(args) or True)
     assert main([]) == 0
     assert ran[0].steps == 20
 
@@ -178,6 +187,22 @@ def test_the_demo_needs_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert "at least 2" in capsys.readouterr().err
 
 
+def test_the_help_names_the_built_in_models() -> None:
+    assert tuple(demo.MODELS) == forms.BUILT_IN
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["report", "--help"], ["frobnicate"], ["report", "gpt", "--calls", "0"]]
+)
+def test_what_needs_no_torch_does_not_wait_for_it(arguments: list[str]) -> None:
+    script = (
+        "import sys\nfrom thunderpatch.cli import main\ntry:\n    main(sys.argv[1:])\n"
+        "except SystemExit:\n    assert 'torch' not in sys.modules\nelse:\n    raise AssertionError"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 # Errors and findings
 
 
@@ -195,6 +220,9 @@ def test_the_demo_needs_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
         ("report {models}:bare", "gives no inputs: return (model, inputs) from it, or add --input"),
         ("report {models}:picky", "unpatched, the model raises RuntimeError on its inputs"),
         ("culprits gpt --check math:pi", "--check math:pi is no function"),
+        ("report gpt --reproducers {models}", "--reproducers {models}: File exists"),
+        ("report gpt --data", "--data belongs to --reproducers FOLDER"),
+        ("verify gpt --data", "--data belongs to --reproducers FOLDER"),
     ],
 )
 def test_an_error_is_one_line_on_stderr_and_status_2(
@@ -203,7 +231,36 @@ def test_an_error_is_one_line_on_stderr_and_status_2(
     assert main(line.format(models=models).split()) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
-    assert err.startswith("thunderpatch: error: ") and message in err
+    assert err.startswith("thunderpatch: error: ") and message.format(models=models) in err
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere/a.png", "--plot nowhere/a.png: there is no folder"),
+        ("a.unknown", "--plot a.unknown: .unknown is not a format that matplotlib writes"),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_told_before_any_work(
+    path: str, message: str, stub: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    bench = stub("benchmark")
+    assert main(["bench", "gpt", "--plot", path]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"thunderpatch: error: {message}") and err.count("\n") == 1 and bench.calls == []
+
+
+def test_a_missing_extra_is_told_before_any_work(
+    stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = stub("benchmark")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["bench", "gpt", "--plot", "a.png"]) == 2
+    assert capsys.readouterr().err == (
+        "thunderpatch: error: --plot a.png: plot needs matplotlib: pip install 'thunderpatch[plot]'\n"
+    )
+    assert bench.calls == []
 
 
 def test_a_traceback_is_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
@@ -397,6 +454,49 @@ def test_a_model_that_fails_only_when_patched_is_a_finding(
     assert err.startswith("thunderpatch: error: patched, the model raises TypeError, though unpatched it runs")
 
 
+def test_a_region_that_cannot_be_compiled_is_reported_with_the_others_and_has_a_script(
+    models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    split = splitting.split
+
+    def failing(gm: Any, *rest: Any) -> Any:
+        if any("atan" in str(node.target) for node in gm.graph.nodes):
+            raise RuntimeError("cannot be had")
+        return split(gm, *rest)
+
+    monkeypatch.setattr(splitting, "split", failing)
+    folder = tmp_path / "scripts"
+    assert main(["report", f"{models}:mixed", "--types", "Linear,Sorry", "--reproducers", str(folder)]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("1 of 2 modules compiled; 1 failed\n") and "cannot be had" in out
+    assert f"2 scripts written to {folder}\n" in err
+    assert "thunderpatch: error: 1 (Sorry): the region could not be compiled" in err.splitlines()[-1]
+    assert "It runs uncompiled after CompileError" in (folder / "1.py").read_text()
+
+
+@pytest.mark.parametrize("data", [(), ("--data",)])
+def test_report_writes_reproducers_that_run(
+    data: tuple[str, ...], models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["report", f"{models}:halves", "--names", "used", "--backward", "--reproducers", str(tmp_path / "scripts")]
+    assert main([*line, *data]) == 0
+    assert f"1 script written to {tmp_path / 'scripts'}\n" in capsys.readouterr().err
+    written = {path.name for path in (tmp_path / "scripts").iterdir()}
+    assert written == {"used.py", "used.pt"} if data else {"used.py"}
+    (ran,) = run_scripts([tmp_path / "scripts" / "used.py"])
+    assert ran.status == 0 and "values agree" in ran.output
+
+
+def test_verify_writes_reproducers_of_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "scripts"
+    line = f"verify faulty:Model --names first,middle,last --input 3x4 --data --reproducers {folder}"
+    with compiled_wrongly("output"):
+        assert main(line.split()) == 1
+    assert capsys.readouterr().err == f"1 script written to {folder}\n"
+    assert sorted(path.name for path in folder.iterdir()) == ["middle.pt", "middle.py"]
+    assert "middle: differs: output[1] is off by" in (folder / "middle.py").read_text()
+
+
 def test_backward_without_a_gradient_to_take_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "torch.nn:Identity", "--input", "2x3", "--backward"]) == 2
     assert "no output of the model requires a gradient" in capsys.readouterr().err
@@ -446,6 +546,19 @@ def test_a_reader_who_stops_reading_sees_no_error() -> None:
 def test_ctrl_c_ends_a_long_run_clean(models: str) -> None:
     command = [sys.executable, "-m", "thunderpatch", "list", f"{models}:slow"]
     with subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "started\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "thunderpatch: interrupted\n")
+
+
+def test_ctrl_c_while_torch_is_imported_ends_clean(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import time\nprint('started', flush=True)\ntry:\n    time.sleep(30)\nexcept BaseException:\n    pass\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", "thunderpatch", "list", "gpt"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=-1, stderr=-1, text=True, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == "started\n"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)

@@ -12,7 +12,7 @@ from thunderpatch import comparison
 from thunderpatch.cli import main
 from thunderpatch.comparison import ALLOWANCE, Comparison, compare
 from thunderpatch.demo import Training
-from thunderpatch.report import Report, Row, Status
+from thunderpatch.reports import Report, Row, Status
 
 
 def made(patched: float = 2.0, left: tuple[str, ...] = (), calls: int = 3, compiled: int = 3) -> Comparison:

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 import thunderpatch
 from thunderpatch import registry, report, splitting
-from thunderpatch.report import Report, Row, Status
+from thunderpatch.reports import Report, Row, Status
 
 
 class Scaled(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 import thunderpatch
 from thunderpatch import sizes
 from thunderpatch.graph import Graph
-from thunderpatch.report import Status
+from thunderpatch.reports import Status
 
 
 class Attention(nn.Module):

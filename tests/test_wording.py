@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import thunderpatch
-from thunderpatch.report import Row
+from thunderpatch.reports import Row
 
 
 class Calls(nn.Module):

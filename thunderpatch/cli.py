@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import io
 import os
 import signal
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO, TypeAlias
 
-from . import verbs
 from .errors import CompileError, ThunderPatchError, ThunderPatchWarning
-from .targets import INPUT_FORM, TARGET_FORM
+from .forms import INPUT_FORM, TARGET_FORM
 
 Parser: TypeAlias = argparse.ArgumentParser
+INTERRUPTED = 128 + signal.SIGINT
 
 # What each verb is for, and an example that shows something.
 VERBS = {
@@ -61,11 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.showwarning = _show_warning
             # Importing thunder tells of each optional executor that is not installed.
             warnings.filterwarnings("ignore", "transformer_engine module not found", module=r"thunder\.")
-            ok: bool = args.run(args)
+            with _ended_by_interrupts():
+                from . import verbs  # imports torch, which takes seconds
+            ok: bool = getattr(verbs, args.run)(args)
         sys.stdout.flush()
     except KeyboardInterrupt:
         _complain("interrupted")
-        return 128 + signal.SIGINT
+        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read the output has enough. Python would flush to the closed pipe once more while it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -79,8 +83,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if ok else 1
 
 
+@contextlib.contextmanager
+def _ended_by_interrupts() -> Iterator[None]:
+    """End the process at once when it is interrupted in here.
+
+    A KeyboardInterrupt in the midst of an import may be taken for a failure of it, by Python code or by C.
+    """
+
+    def end(*_: Any) -> None:
+        _complain("interrupted")
+        os._exit(INTERRUPTED)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread is interrupted
+        yield
+        return
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def build_parser() -> Parser:
-    """Build the parser of all verbs; each sets `run`, the function of `verbs` that does its work."""
+    """Build the parser of all verbs; each sets `run`, the name of the function of `verbs` that does its work."""
     parser = argparse.ArgumentParser(
         prog="thunderpatch",
         description="Run chosen submodules of a PyTorch model through thunderfx, in place.",
@@ -95,7 +120,7 @@ def build_parser() -> Parser:
     )
     added = parser.add_subparsers(metavar="VERB", required=True)
 
-    def verb(name: str, run: Callable[..., bool], *parents: argparse.ArgumentParser) -> Parser:
+    def verb(name: str, run: str, *parents: argparse.ArgumentParser) -> Parser:
         purpose, _ = VERBS[name]
         made: argparse.ArgumentParser = added.add_parser(
             name,
@@ -108,25 +133,23 @@ def build_parser() -> Parser:
         made.set_defaults(run=run)
         return made
 
-    common, target, calls = _common(), _target(), _calls()
-    demo = verb("demo", verbs.demo)
+    common, target, calls, scripts = _common(), _target(), _calls(), _scripts()
+    demo = verb("demo", "demo")
     demo.add_argument("--steps", type=_steps, default=20, help="training steps (default: 20)")
-    verb("list", verbs.list_modules, target)
-    report = verb("report", verbs.report, target, calls)
+    verb("list", "list_modules", target)
+    report = verb("report", "report", target, calls, scripts)
     report.add_argument("--calls", type=_positive, default=2, help="how often to run the model (default: 2)")
-    report.add_argument("--reproducers", metavar="FOLDER", help="also write each compiled graph as a script of its own")
-    report.add_argument("--data", action="store_true", help="with the inputs that the graphs had, beside the scripts")
-    verb("verify", verbs.verify, target, calls)
-    culprits = verb("culprits", verbs.culprits, target, calls)
+    verb("verify", "verify", target, calls, scripts)
+    culprits = verb("culprits", "culprits", target, calls)
     culprits.add_argument(
         "--check",
         metavar="TARGET",
         help="a function that takes the model and returns whether it is good; by default what the model "
         "computes is compared with what it computes unpatched",
     )
-    bench = verb("bench", verbs.bench, target, calls)
+    bench = verb("bench", "bench", target, calls)
     bench.add_argument("--plot", metavar="FILE", help="also draw the result")
-    verb("tune", verbs.tune, target, calls)
+    verb("tune", "tune", target, calls)
     return parser
 
 
@@ -179,6 +202,17 @@ def _calls() -> Parser:
     return calls
 
 
+def _scripts() -> Parser:
+    scripts = argparse.ArgumentParser(add_help=False)
+    scripts.add_argument(
+        "--reproducers",
+        metavar="FOLDER",
+        help="also write each graph as a script of its own (verify: those of the modules that differ)",
+    )
+    scripts.add_argument("--data", action="store_true", help="with the inputs that the graphs had, beside the scripts")
+    return scripts
+
+
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
@@ -220,6 +254,8 @@ class _PrintCompletion(argparse.Action):
 def _one_line(error: Exception) -> str:
     if isinstance(error, ThunderPatchError):
         return " ".join(str(error).split())
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.strerror}: {error.filename}"
     first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first} (--traceback shows where)"
 

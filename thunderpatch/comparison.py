@@ -17,7 +17,7 @@ from torch import nn
 from .demo import GPT, Training, train
 from .observe import report
 from .patching import patched
-from .report import Report
+from .reports import Report
 from .tables import Column, plain, table
 
 # Eager and patched training each stray from the exact one by rounding, and the optimizer amplifies it. The

@@ -13,7 +13,7 @@ from .forward import inlined_classes
 from .fused import why_never_called
 from .graph import Graph
 from .record import Record
-from .report import Report, Row, Status
+from .reports import Report, Row, Status
 
 
 def report(model: nn.Module) -> Report:

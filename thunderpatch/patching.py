@@ -21,7 +21,7 @@ from .selection import Nested, select
 from .tree import describe
 
 if TYPE_CHECKING:
-    from .report import Report
+    from .reports import Report
 
 T = TypeVar("T")
 

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .gains import Benchmark, Row
 
 _MOST_BARS = 60
+
+
+def check(path: Path) -> None:
+    """Raise what `draw` would: `ImportError` without matplotlib, `OSError` without a folder, `ValueError` by suffix."""
+    formats = _figure()().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ValueError(f"{path.suffix or 'no suffix'} is not a format that matplotlib writes: {', '.join(formats)}")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.absolute().parent}")
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure  # no pyplot: no window, and no state that the caller shares
+    except ImportError as error:
+        raise ImportError("plot needs matplotlib: pip install 'thunderpatch[plot]'") from error
+    return Figure
 
 
 def draw(result: Benchmark, path: Path) -> None:
@@ -18,13 +35,9 @@ def draw(result: Benchmark, path: Path) -> None:
     Of more than 60 modules, those that gain and those that lose most are drawn. The suffix of `path` is the
     format. Raises `ImportError` without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure  # no pyplot: no window, and no state that the caller shares
-    except ImportError as error:
-        raise ImportError("plot needs matplotlib: pip install 'thunderpatch[plot]'") from error
     rows = _shown([row for row in result.rows if row.measured])
     bars = [*rows, result.whole]
-    figure = Figure(figsize=(11, 2.2 + 0.26 * len(bars)), layout="constrained")
+    figure = _figure()(figsize=(11, 2.2 + 0.26 * len(bars)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     places = range(len(bars))
     left.barh(

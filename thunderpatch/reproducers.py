@@ -36,8 +36,9 @@ def save_reproducers(
     Operations that are routed around thunder are so in the script too; `--raw` hands them to thunder. A graph that
     runs uncompiled, after an error or because thunder gets it wrong, has a script that shows that.
 
-    Inputs are made from their shape, stride, dtype and device. With `data`, a function that calls the model, they are
-    saved as that call gives them, in a `.pt` file beside the script. With `verification`, the result of `verify`,
+    Inputs are made from their shape, stride, dtype and device. With `data`, a function that calls the patched model,
+    they are saved as that call gives them, in a `.pt` file beside the script; where it does not run a graph, they are
+    made. With `verification`, the result of `verify`,
     only modules that differ or raise get a script, which tells how.
 
     The folder is made if need be; scripts of the same names are overwritten. A module that Dynamo captured no graph of

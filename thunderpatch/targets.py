@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_map
 
 from .demo import MODELS
 from .errors import ThunderPatchError
+from .forms import INPUT_FORM, TARGET_FORM
 
-INPUT_FORM = "[NAME=]SHAPE[:DTYPE[:LOW..HIGH]], such as 2x3x32x32 or ids=2x16:int64:0..128"
-TARGET_FORM = f"package.module:factory, file.py:factory or {' | '.join(MODELS)}"
 R = TypeVar("R")
 _INPUT = re.compile(
     r"(?:(?P<name>[^\W\d]\w*)=)?(?P<shape>\d+(?:x\d+)*|scalar)"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import json
 import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import thunderpatch
 
+from . import plotting
 from .errors import CompileError, ThunderPatchError
 from .progress import progress
 from .tables import Column, plain, screen
 from .targets import Target, UsageError, find, load
 from .tolerance import Yardstick
+from .verification import Verification
 
 
 def demo(args: argparse.Namespace) -> bool:
@@ -58,29 +60,59 @@ def list_modules(args: argparse.Namespace) -> bool:
 
 
 def report(args: argparse.Namespace) -> bool:
-    if args.data and not args.reproducers:
-        raise UsageError("--data belongs to --reproducers FOLDER")
+    _check_folder(args)
     target = _load(args, needs_inputs=True)
-    _run_unpatched(target, bool(args.backward))
+    backward, failure = bool(args.backward), None
+    _run_unpatched(target, backward)
     with thunderpatch.patched(target.model, **_selectors(args), **dict(args.option)):
         with progress("compiling and running", args.calls) as advance:
-            for call in range(args.calls):
-                _run_patched(target, bool(args.backward))
-                advance(f"call {call + 1}")
+            try:
+                for call in range(args.calls):
+                    _run_patched(target, backward)
+                    advance(f"call {call + 1}")
+            except CompileError as error:  # the report tells which module it is, and how the others fare
+                failure = error
         result = thunderpatch.report(target.model)
-        if args.reproducers:
-            again = functools.partial(_run_patched, target, bool(args.backward))
-            scripts = thunderpatch.save_reproducers(target.model, args.reproducers, data=again if args.data else None)
+        _save_reproducers(target, args, lambda: _run_patched(target, backward))
     _show(result, args)
-    if args.reproducers:
-        print(f"{len(scripts)} scripts written to {args.reproducers}", file=sys.stderr)
+    if failure is not None:
+        raise failure
     return result.ok
 
 
 def verify(args: argparse.Namespace) -> bool:
-    result = _measure("verify", args, grad=args.backward is not False)
+    _check_folder(args)
+    target, result = _measure("verify", args, grad=args.backward is not False)
+
+    def again() -> None:  # `verify` has restored the model; its compiled code is found again
+        patch = thunderpatch.patched(target.model, **_selectors(args), **dict(args.option))
+        with patch, torch.set_grad_enabled(args.backward is not False):
+            target.model(*target.args, **target.kwargs)
+
+    _save_reproducers(target, args, again, verification=result)
     _show(result, args)
     return bool(result.ok)
+
+
+def _check_folder(args: argparse.Namespace) -> None:
+    if args.data and not args.reproducers:
+        raise UsageError("--data belongs to --reproducers FOLDER")
+    if args.reproducers:
+        try:
+            Path(args.reproducers).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--reproducers {args.reproducers}: {error.strerror}") from error
+
+
+def _save_reproducers(
+    target: Target, args: argparse.Namespace, run: Callable[[], object], verification: Verification | None = None
+) -> None:
+    if args.reproducers:
+        scripts = thunderpatch.save_reproducers(
+            target.model, args.reproducers, data=run if args.data else None, verification=verification
+        )
+        noun = "script" if len(scripts) == 1 else "scripts"
+        print(f"{len(scripts)} {noun} written to {args.reproducers}", file=sys.stderr)
 
 
 def culprits(args: argparse.Namespace) -> bool:
@@ -98,7 +130,12 @@ def culprits(args: argparse.Namespace) -> bool:
 
 
 def bench(args: argparse.Namespace) -> bool:
-    result = _measure("benchmark", args, backward=bool(args.backward))
+    if args.plot:
+        try:
+            plotting.check(Path(args.plot))
+        except (ImportError, OSError, ValueError) as error:
+            raise UsageError(f"--plot {args.plot}: {error}") from error
+    _, result = _measure("benchmark", args, backward=bool(args.backward))
     _show(result, args)
     if args.plot:
         result.plot(args.plot)
@@ -106,16 +143,17 @@ def bench(args: argparse.Namespace) -> bool:
 
 
 def tune(args: argparse.Namespace) -> bool:
-    _show(_measure("tune", args, backward=bool(args.backward)), args)
+    _, result = _measure("tune", args, backward=bool(args.backward))
+    _show(result, args)
     return True
 
 
-def _measure(name: str, args: argparse.Namespace, **settings: Any) -> Any:
+def _measure(name: str, args: argparse.Namespace, **settings: Any) -> tuple[Target, Any]:
     target = _load(args, needs_inputs=True)
     given = {**_selectors(args), **_options(args), **settings}
     if clash := given.keys() & target.kwargs.keys():
         raise UsageError(f"the keyword input {min(clash)!r} is also a setting of {name}; pass it by position")
-    return _function(name)(target.model, *target.args, **given, **target.kwargs)
+    return target, _function(name)(target.model, *target.args, **given, **target.kwargs)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
