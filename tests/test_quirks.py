@@ -93,6 +93,10 @@ EVIDENCE: dict[str, Evidence] = {
         lambda: (normal(1, 1, 2, 2), torch.full((1, 1, 1, 2), NAN)),
     ),
     "as_strided in place": Evidence(lambda x: (x * 1).as_strided_((2, 2), (1, 2)), lambda: (normal(3, 3),)),
+    "multilabel_margin_loss": Evidence(
+        lambda x, y: F.multilabel_margin_loss(x, y),
+        lambda: (normal(2, 4), torch.tensor([[3, 0, -1, 1], [1, -1, 0, 0]])),
+    ),
     "hook": Evidence(hooked, lambda: (normal(3),)),
     "diagonal": Evidence(torch.diagonal, lambda: (normal(3, 3),)),
     "relu of NaN": Evidence(F.relu, lambda: (given(NAN, 1.0),)),

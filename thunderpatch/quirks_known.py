@@ -212,6 +212,12 @@ QUIRKS: tuple[Quirk, ...] = (
         _method("broadcast_to"),
         "thunder knows the function and not the method, which its splitter mixes up",
     ),
+    Quirk(
+        "multilabel_margin_loss",
+        _named("multilabel_margin_loss"),
+        "inductor counts the labels after the first -1, which end the list",
+        EAGER,
+    ),
     Quirk("hook", _named("register_hook"), "a hook on a tensor is lost where a graph is cut before it", EAGER),
     Quirk("number in a tensor", _read_as_number, "inductor cannot compile what depends on a tensor's value", EAGER),
     Quirk("as_strided in place", _method("as_strided_"), "inductor loses the new shape", EAGER),

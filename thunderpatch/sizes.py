@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import capture, graphs, quirks, splitting, symbols
+from . import capture, graphs, splitting, symbols
 from .calls import Call
 from .graph import Graph, compiling, log, unhooked
 from .inductor import InductorPart
 from .lanes import fresh
 from .options import Options
+from .quirks import Route
 from .quirks_known import EAGER, INDUCTOR
 from .recomputation import Region
 
@@ -80,6 +81,10 @@ class SymbolicGraph:
         if self._any is not None:
             return self._any
         with compiling, unhooked():
+            if any(isinstance(value, torch.Tensor) and value.is_nested for value in inputs):
+                why = Route("nested tensor", "", EAGER, "neither thunder nor a part of a graph in inductor takes one")
+                self._any = self._as_captured([why])
+                return self._any
             if len(self._static) >= self._limit and not self._must_be_static:
                 self._any = self._for_any(inputs)
                 self._must_be_static = self._any is None
@@ -92,14 +97,11 @@ class SymbolicGraph:
 
     def _for_any(self, inputs: Sequence[Any]) -> Callable[..., Any] | None:
         routes = [route for known in self._found for route in known.routes]
-        if any(route.target == EAGER and not route.whole_graph_eager for route in routes):
-            log.info("%s: no graph for any size, since inductor gets a part of it wrong", self.owner)
-            return None
+        # Something writes to its inputs, or is wrong in inductor too: so it is with any sizes.
+        if whole := [route for route in routes if route.target == EAGER]:
+            return self._as_captured([Route(why.quirk, "", EAGER, f"for any size: {why.reason}") for why in whole])
         graph = AnySizes(self.gm, self._options, self.owner, inputs, self._limit)
         graph.breaks = dict(self._found[0].breaks)
-        if any(known.eager for known in self._found):  # it writes to its inputs: so it does with any sizes
-            graph.routes = next(known.routes for known in self._found if known.eager)
-            return graph.runner()
         try:
             graph.prove(inputs)
         except Exception as error:  # then each size is compiled by itself, as before
@@ -107,6 +109,22 @@ class SymbolicGraph:
             return None
         log.info("%s: compiled a graph for any size, after %d sizes", self.owner, self._limit)
         return graph.runner()
+
+    def _as_captured(self, routes: list[Route]) -> Callable[..., Any]:
+        graph = AsCaptured(self.gm, self._options, self.owner, list(dict.fromkeys(routes)))
+        graph.breaks = dict(self._found[0].breaks) if self._found else {}
+        return graph.runner()
+
+
+class AsCaptured(Graph):
+    """A graph for all sizes that runs as Dynamo captured it."""
+
+    def __init__(self, gm: fx.GraphModule, options: Options, owner: str, routes: list[Route]) -> None:
+        super().__init__(gm, options, owner)
+        self.routes = routes
+
+    def _compile(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:
+        return self.gm.forward
 
 
 class AnySizes(Graph):
@@ -116,7 +134,7 @@ class AnySizes(Graph):
         super().__init__(gm, options, owner)
         self._sample = symbols.specialise(gm, inputs)
         reason = f"it met more than {limit} sizes, and thunder would compile for each (dynamic=False: it does)"
-        self.routes = [quirks.Route("sizes", "the graph", INDUCTOR, reason)]
+        self.routes = [Route("sizes", "the graph", INDUCTOR, reason)]
         region = Region.of(gm.forward, owner, options)
         self._compiled = InductorPart(_compiled(gm, options, self.seconds), self._sample, region)
 
@@ -126,7 +144,7 @@ class AnySizes(Graph):
 
     @property
     def parts(self) -> list[tuple[str, int]]:
-        return [] if self.eager else [("inductor", graphs.operations(self._sample))]
+        return [("inductor", graphs.operations(self._sample))]
 
     def prove(self, inputs: Sequence[Any]) -> None:
         """Compile for any sizes, in a run on copies of the inputs; nothing else is changed by it."""
@@ -137,7 +155,7 @@ class AnySizes(Graph):
         self.seconds["dynamo"] += time.perf_counter() - began - self.seconds["inductor"]
 
     def _compile(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:
-        return self.gm.forward if self.eager else self._compiled
+        return self._compiled
 
 
 def _compiled(gm: fx.GraphModule, options: Options, seconds: defaultdict[str, float]) -> Callable[..., Any]:

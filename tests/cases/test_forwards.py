@@ -169,6 +169,16 @@ def test_a_loop_over_tensors_is_compiled_with_the_rest() -> None:
     assert thunderpatch.report(twin)[""].compiled_calls == 1
 
 
+def test_nested_tensors_of_any_lengths_run_as_captured_and_the_report_says_so() -> None:
+    module = nn.Linear(4, 4)
+    twin = patched_copy(module)
+    for lengths in ([2, 3], [4, 1], [1, 1, 5]):
+        x = torch.nested.nested_tensor([torch.randn(length, 4) for length in lengths], layout=torch.jagged)
+        torch.testing.assert_close(twin(x).values(), module(x).values())
+    row = thunderpatch.report(twin)[""]
+    assert row.status is Status.ROUTED and row.calls == 3
+
+
 class Stubborn(Linear):
     """Takes no attributes once it is made, and lets none go."""
 
