@@ -497,6 +497,16 @@ def test_verify_writes_reproducers_of_what_differs(tmp_path: Path, capsys: pytes
     assert "middle: differs: output[1] is off by" in (folder / "middle.py").read_text()
 
 
+@pytest.mark.parametrize("verb", ["list", "report", "verify", "culprits", "bench", "tune"])
+def test_each_verb_does_its_work_on_a_file_of_the_user(
+    verb: str, models: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb, f"{models}:mixed", "--types", "Linear,Sorry", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    rows = plain if isinstance(plain, list) else plain["modules" if verb == "tune" else "rows"]
+    assert {row["fqn"] for row in rows} - {""} == (set() if verb == "culprits" else {"0", "1"})
+
+
 def test_backward_without_a_gradient_to_take_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "torch.nn:Identity", "--input", "2x3", "--backward"]) == 2
     assert "no output of the model requires a gradient" in capsys.readouterr().err
