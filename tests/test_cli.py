@@ -308,6 +308,20 @@ def test_our_warnings_are_one_line_and_others_are_as_ever(
     assert "UserWarning: something else" in err
 
 
+def test_an_interruption_that_becomes_another_error_on_its_way_is_one(
+    models: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def split(*_: Any) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise UnboundLocalError("cannot clean up")  # as inductor does
+
+    monkeypatch.setattr(splitting, "split", split)
+    assert main(["report", f"{models}:mixed", "--types", "Sorry", "--option", "on_error=eager"]) == 130
+    assert capsys.readouterr().err == "thunderpatch: interrupted\n"
+
+
 def test_an_interruption_is_status_130_without_a_traceback(models: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", f"{models}:interrupted"]) == 130
     assert capsys.readouterr().err == "thunderpatch: interrupted\n"

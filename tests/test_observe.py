@@ -249,6 +249,27 @@ def test_a_module_whose_compilation_raises_is_failed(fails_to_compile: None) -> 
     assert not found.ok and found.verdict == "0 of 1 module compiled; 1 failed"
 
 
+@pytest.mark.parametrize("on_error", ["raise", "eager"])
+def test_an_interrupted_compilation_is_no_failure(on_error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise UnboundLocalError("cannot clean up")  # as inductor does
+
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp() * 1.5
+
+    model = Own()
+    thunderpatch.apply(model, on_error=on_error)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(splitting, "split", interrupted)
+        model(torch.randn(3))
+    model(torch.randn(3))
+    assert report(model)[""].status is Status.COMPILED
+
+
 def test_a_module_whose_graph_failed_elsewhere_before_is_told_by_its_own_name(fails_to_compile: None) -> None:
     for name in ("first", "second"):
         model = nn.ModuleDict({name: Broken()})

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from . import capture
+from .errors import interrupted
 from .forward import CALL
 from .record import Record, compile_error, first_line, log
 
@@ -20,6 +21,8 @@ class Attribution(capture.Watch):
         return record.name if record is not None else None
 
     def failed(self, frame: Any, error: Exception) -> Any:
+        if interrupted(error):
+            raise KeyboardInterrupt from error
         record = self._record()
         if record is None:
             return None

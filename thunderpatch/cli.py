@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO, TypeAlias
 
-from .errors import CompileError, ThunderPatchError, ThunderPatchWarning
+from .errors import CompileError, ThunderPatchError, ThunderPatchWarning, interrupted
 from .forms import INPUT_FORM, TARGET_FORM
 
 Parser: TypeAlias = argparse.ArgumentParser
@@ -67,14 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 from . import verbs  # imports torch, which takes seconds
             ok: bool = getattr(verbs, args.run)(args)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        _complain("interrupted")
-        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read the output has enough. Python would flush to the closed pipe once more while it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # SIGPIPE, which not every platform knows by name
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
+        if interrupted(error):
+            _complain("interrupted")
+            return INTERRUPTED
         if args.traceback:
             traceback.print_exc()
         else:
@@ -251,7 +251,7 @@ class _PrintCompletion(argparse.Action):
         parser.exit()
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     if isinstance(error, ThunderPatchError):
         return " ".join(str(error).split())
     if isinstance(error, OSError) and error.filename is not None:

@@ -33,3 +33,12 @@ class UnsupportedEnvironmentError(ThunderPatchError, ImportError):
 
 class ThunderPatchWarning(UserWarning):
     """The root of every warning that thunderpatch issues."""
+
+
+def interrupted(error: BaseException | None) -> bool:
+    """Whether an error comes of a Ctrl-C: code that cleans up after one may raise something else in its place."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return any(isinstance(one, KeyboardInterrupt) for one in seen)

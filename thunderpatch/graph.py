@@ -21,7 +21,7 @@ from .capture import trail
 from .checking import check
 from .compat import backend_context
 from .dispatch import CompileFailure, Partition, Snapshot
-from .errors import CompileError
+from .errors import CompileError, interrupted
 from .options import Options
 from .quirks_nodes import runs_as_captured
 
@@ -133,6 +133,8 @@ class Graph:
 
     def _fail(self, error: BaseException) -> None:
         """Take note of a failure, or raise it, as `on_error` says."""
+        if interrupted(error):
+            raise KeyboardInterrupt from error
         if self.options.on_error == "raise":
             message = (
                 f"{self.owner}: the region could not be compiled with options {self.options}: "
