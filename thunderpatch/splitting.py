@@ -20,7 +20,7 @@ from .compat import load_thunder
 from .dispatch import Partition
 from .inductor import InductorPart
 from .options import Options
-from .quirks_nodes import runs_as_captured
+from .quirks_nodes import nested, runs_as_captured
 from .recomputation import Region
 
 
@@ -48,6 +48,10 @@ def _split(
 
     # The splitter edits nodes; what was captured stays as it is, to fall back on and to differentiate twice.
     gm = graphs.copied(gm)
+    for body in (gm, *nested(gm)):
+        for node in body.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
+            # thunder refuses the reentrant way, which differs in how eager's backward goes about it and not in a graph.
+            node.update_kwarg("use_reentrant", False)
     remove_empty_autocast(gm)
     recompile_graph(gm)
     settings = dict(options.thunder)
@@ -147,6 +151,11 @@ def _jit(jit: Callable[..., Any], as_module: bool, part: fx.GraphModule, **optio
     of a small graph. The caller's transforms may look for a module (`as_module`).
     """
     if as_module or any(node.op in ("get_attr", "call_module") for node in part.graph.nodes):
+        for body in (part, *nested(part)):
+            # Each has a class of its own. Its `__call__` explains an error by the line that raised it: interpreted by
+            # thunder, that takes minutes.
+            if "__call__" in vars(type(body)):
+                del type(body).__call__
         return jit(part, **options)  # type: ignore[no-any-return]
     return _Jitted(jit(functools.partial(type(part).forward, None), **options))
 
