@@ -2,6 +2,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -185,6 +186,16 @@ def test_the_demo_needs_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["demo", "--steps", "1"])
     assert "at least 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], *([verb] for verb in VERBS)])
+def test_the_help_fits_80_columns(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*arguments, "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_the_help_names_the_built_in_models() -> None:
@@ -546,6 +557,21 @@ def test_completion_is_made_for_the_shell_that_is_asked_for(
     with pytest.raises(SystemExit) as stopped:
         main(["--print-completion", "zsh"])
     assert stopped.value.code == 0 and capsys.readouterr().out == "thunderpatch for zsh\n"
+
+
+@pytest.mark.parametrize("shell_name", ["bash", "zsh"])
+def test_the_completion_is_a_script_that_the_shell_can_read(
+    shell_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("shtab")
+    if shutil.which(shell_name) is None:
+        pytest.skip(f"there is no {shell_name}")
+    with pytest.raises(SystemExit):
+        main(["--print-completion", shell_name])
+    script = tmp_path / "completion"
+    script.write_text(capsys.readouterr().out)
+    assert "culprits" in script.read_text() and "--reproducers" in script.read_text()
+    subprocess.run([shell_name, "-n", str(script)], check=True)
 
 
 # As a process of its own

@@ -90,6 +90,11 @@ def test_a_note_that_modules_share_is_printed_once() -> None:
     assert str(report).count("aten.index_put") == 1
 
 
+def test_what_is_shared_and_not_compiled_is_no_note() -> None:
+    eager = row("a", Status.ROUTED, shared_with=2, group="a", graphs=1, routes=["the graph to eager: why"])
+    assert [kind for kind, _ in eager.notes()] == ["routed"]
+
+
 def test_breaks_routes_and_recompiles_are_notes() -> None:
     report = Report(
         [

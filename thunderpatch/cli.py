@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TextIO, TypeAlias
 
 from .errors import CompileError, ThunderPatchError, ThunderPatchWarning, interrupted
-from .forms import INPUT_FORM, TARGET_FORM
+from .forms import BUILT_IN, INPUT_FORM
 
 Parser: TypeAlias = argparse.ArgumentParser
 INTERRUPTED = 128 + signal.SIGINT
@@ -39,11 +39,12 @@ VERBS = {
     "bench": ("time each module and the model both ways", "bench gpt --repeated --plot bench.png"),
     "tune": (
         "find what pays to patch, and with which options",
-        "tune my.py:make --names 'layers.*.mlp' --input ids=2x16:int64:0..128",
+        "tune my.py:make --names '*.mlp' --input ids=2x16:int64:0..128",
     ),
 }
 NOTES = f"""\
-TARGET is {TARGET_FORM}.
+TARGET is package.module:factory, file.py:factory, or a small built-in model:
+{", ".join(BUILT_IN)}.
 The factory takes no arguments and returns a model, or a model and its inputs:
 a tuple, a dict or one tensor. Without selectors the whole model is one region.
 
@@ -175,7 +176,12 @@ def _target() -> Parser:
     choose.add_argument("--names", type=_names, action="extend", metavar="GLOB,...", help="with these FQNs")
     choose.add_argument("--exclude", type=_names, action="extend", metavar="GLOB,...", help="but not these")
     choose.add_argument("--repeated", action="store_true", help="the equal blocks of lists of modules")
-    choose.add_argument("--nested", choices=("outermost", "innermost", "all"), default="outermost")
+    choose.add_argument(
+        "--nested",
+        choices=("outermost", "innermost", "all"),
+        default="outermost",
+        help="which of matches inside one another (default: outermost)",
+    )
     mode = target.add_mutually_exclusive_group()
     mode.add_argument("--train", action="store_const", const=True, dest="training", help="in train mode")
     mode.add_argument("--eval", action="store_const", const=False, dest="training", help="in eval mode")

@@ -87,7 +87,7 @@ class Row:
         yield from (("graph break", f"{where}: {why}") for where, why in self.graph_breaks)
         yield from (("split", reason) for reason in self.split_reasons)
         yield from (("recompiled", reason) for reason in self.recompile_reasons)
-        if self.shared_with:
+        if self.shared_with and self.thunder_partitions + self.inductor_partitions:
             yield "shared", f"compiled once, for {self.group}"
 
 
