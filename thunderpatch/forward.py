@@ -150,6 +150,8 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
         would else go past the patch. Of an original that is no method it is missing, as it is there.
         """
         function: Callable[..., Any] = self.__wrapped__.__func__
+        if torch._guards.TracingContext.try_get() is not None:  # Dynamo before torch 2.12 calls it, not the proxy
+            return function
 
         @functools.wraps(function)
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
