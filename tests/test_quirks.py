@@ -81,6 +81,10 @@ EVIDENCE: dict[str, Evidence] = {
         lambda x, i: torch.take_along_dim(x, i, 0), lambda: (given(1.0, 2.0), torch.tensor([-1]))
     ),
     "atleast": Evidence(lambda x, y: torch.atleast_3d([x, y]), lambda: (normal(2, 2), normal(2))),
+    "attention mask": Evidence(
+        lambda x, mask: F.scaled_dot_product_attention(x, x, x, attn_mask=mask),
+        lambda: (normal(1, 2, 3, 4), torch.tensor([[[[False] * 3, [True] * 3, [True] * 3]]])),
+    ),
     "max": Evidence(lambda x: x.max(), lambda: (given(1.0, NAN, 2.0),)),
     "index_put": Evidence(
         lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True),
@@ -120,6 +124,9 @@ NEAR_MISSES: dict[str, Evidence] = {
     "interpolate to twice the size": Evidence(lambda x: F.interpolate(x, scale_factor=2.0), lambda: (normal(1, 1, 4),)),
     "plain division": Evidence(torch.div, lambda: (normal(3), given(1.0, 2.0, 3.0))),
     "clamp without a gradient": Evidence(lambda x: x.clamp(0.0, 1.0), lambda: (normal(3, grad=False),)),
+    "attention without a mask": Evidence(
+        lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), lambda: (normal(1, 2, 3, 4),)
+    ),
     "a square": Evidence(lambda x: x**2, lambda: (normal(3),)),
     "amax": Evidence(lambda x: x.amax(), lambda: (normal(3),)),
     "relu without a gradient": Evidence(F.relu, lambda: (normal(3, grad=False),)),

@@ -111,6 +111,11 @@ def _read_as_number(node: fx.Node) -> bool:
     return op_name(node) == "put" and needs_grad(node) and any(t.dim() == 0 for t in tensors([index]))
 
 
+def _masked_attention(node: fx.Node) -> bool:
+    mask = argument(node, 3, "attn_mask")
+    return op_name(node) == "scaled_dot_product_attention" and mask is not None and needs_grad(node)
+
+
 def _hook_on_what_is_used(node: fx.Node) -> bool:
     """Whether a hook goes on a value that the graph has used by another name, and so by another way of the gradient."""
     return op_name(node) == "register_hook" and len(node.all_input_nodes[0].users) > 1
@@ -198,6 +203,11 @@ QUIRKS: tuple[Quirk, ...] = (
     ),
     Quirk("pow", _power, "thunder's gradient of x ** 0 is NaN at zero"),
     Quirk("take_along_dim", _graded("take_along_dim"), "thunder's gradient fails on negative indices"),
+    Quirk(
+        "attention mask",
+        _masked_attention,
+        "thunder's attention is NaN where a mask leaves nothing to look at, as for padding on the left",
+    ),
     Quirk("max", _graded("max"), "thunder's gradient of max is NaN everywhere when one input is"),
     Quirk("index_put", _graded("index_put"), "thunder loses gradients of index_put"),
     Quirk(
