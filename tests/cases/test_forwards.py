@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import thunderpatch
-from thunderpatch.report import Status
+from thunderpatch.reports import Status
 
 
 class Linear(nn.Module):
