@@ -155,11 +155,19 @@ class _Convert:
             return answer
         finally:
             self._watch.traced(frame, time.perf_counter() - began, misfit)
-        if result.guarded_code is not None:
-            _call_graphs_directly(result.guarded_code.code, frame.f_globals)
-        else:
+        if result.guarded_code is None:
             self._watch.skipped(frame, getattr(result, "skip_reason", None) or "it has no tensor operations")
+        elif self._hides_entries and _sets_a_forward(result.guarded_code.code, frame.f_code):
+            # Dynamo before torch 2.12 would call the old one; what the frame calls is compiled by itself.
+            return run_uncompiled_from_now_on()
+        else:
+            _call_graphs_directly(result.guarded_code.code, frame.f_globals)
         return result
+
+
+def _sets_a_forward(code: types.CodeType, original: types.CodeType) -> bool:
+    """Whether Dynamo's code sets a module's forward, by its name."""
+    return "forward" in set(code.co_consts) - set(original.co_consts)
 
 
 def runs_graphs(run: Any) -> None:
