@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,10 +146,12 @@ def test_compile_regions_takes_patched_blocks_in(model: Net, x: torch.Tensor, pa
     if patch == "after":
         thunderpatch.apply(compiled, types=Block)
     torch.testing.assert_close(compiled(x), want)
-    assert {str(row.status) for row in thunderpatch.report(model)} == {"inlined"}
+    # Dynamo does not look into a proxy before torch 2.12: there a block that is compiled by itself stays in thunder.
+    old = "recompile_limit" not in inspect.signature(torch.compile).parameters
+    assert {str(row.status) for row in thunderpatch.report(model)} == {"compiled" if old else "inlined"}
     assert utils.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
     torch.testing.assert_close(model(x), want)
-    ran(model, 1)
+    ran(model, 2 if old else 1)
 
 
 # Hooks that hold a module's weights elsewhere until it is called.
@@ -280,3 +283,18 @@ def test_the_patch_of_a_hooked_module_is_restored_below_the_hook(model: Net, x: 
         assert thunderpatch.restore(model) == 1
     torch.testing.assert_close(model(x), want)
     assert hook.calls == 2
+
+
+def test_a_copy_of_a_dispatched_patched_model_computes_with_its_own_weights(model: Net, x: torch.Tensor) -> None:
+    """huggingface/accelerate#1835: the copy's forward was the original's hook, for the original's weights."""
+    thunderpatch.apply(model, types=Block)
+    for block in model.blocks:
+        hooks.add_hook_to_module(block, Counting())
+    with torch.no_grad():
+        want = model(x)
+        twin = copy.deepcopy(model)
+        for p in model.parameters():
+            p.zero_()
+        torch.testing.assert_close(twin(x), want)
+    assert [block._hf_hook.calls for block in twin.blocks] == [2] * 3
+    ran(twin, 1)

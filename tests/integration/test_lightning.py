@@ -144,6 +144,15 @@ def test_a_checkpoint_of_a_patched_fit_loads_plain_and_resumes_patched(tmp_path:
     ran(resumed, 4)
 
 
+def test_a_trainer_takes_what_thunderfx_returns(tmp_path: Path) -> None:
+    """Lightning-AI/pytorch-lightning#19746: it takes a LightningModule, and thunder had made another thing of that."""
+    plain, model = task(), task()
+    trainer(tmp_path, max_epochs=1).fit(plain, data())
+    trainer(tmp_path, max_epochs=1).fit(thunderpatch.thunderfx(model), data())
+    torch.testing.assert_close(model.losses, plain.losses)
+    ran(model, 4)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_fabric_trains_a_patched_model_as_a_plain_one(when: str, whole: bool) -> None:
