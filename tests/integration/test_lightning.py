@@ -121,6 +121,35 @@ def test_a_fit_gives_eagers_losses_and_weights_and_leaves_nothing(tmp_path: Path
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+class Late(Task):
+    """Makes its blocks where Lightning lets sharded models do so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.blocks = self.blocks, None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            self.blocks = self.made
+
+
+class AtFitStart(Thunder):
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        with pytest.raises(thunderpatch.SelectionError):
+            thunderpatch.apply(pl_module, names="blocks.*")
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        super().setup(trainer, pl_module, "fit")
+
+
+def test_modules_made_in_configure_model_are_patched_when_the_fit_starts(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = Late()
+    trainer(tmp_path, AtFitStart(names="blocks.*"), max_epochs=1).fit(model, data())
+    assert {row.fqn: row.compiled_calls for row in thunderpatch.report(model)} == {"blocks.0": 4, "blocks.1": 4}
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_a_fit_that_fails_leaves_the_model_unpatched(tmp_path: Path) -> None:
     model = task(fails_at=2)
     with pytest.raises(ZeroDivisionError):
