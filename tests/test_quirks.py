@@ -85,6 +85,12 @@ EVIDENCE: dict[str, Evidence] = {
         lambda x, mask: F.scaled_dot_product_attention(x, x, x, attn_mask=mask),
         lambda: (normal(1, 2, 3, 4), torch.tensor([[[[False] * 3, [True] * 3, [True] * 3]]])),
     ),
+    "normalize": Evidence(lambda x: F.normalize(x), lambda: (given(0.0, 0.0).detach().view(1, 2).requires_grad_(),)),
+    "max_pool1d": Evidence(lambda x: F.max_pool1d(x, 2), lambda: (torch.ones(1, 1, 4, requires_grad=True),)),
+    "dropout of all": Evidence(lambda x: F.dropout(x, 1.0), lambda: (normal(3),)),
+    "baddbmm": Evidence(
+        lambda x, y: torch.baddbmm(x, y, y, beta=0), lambda: (torch.full((1, 2, 2), NAN), normal(1, 2, 2))
+    ),
     "max": Evidence(lambda x: x.max(), lambda: (given(1.0, NAN, 2.0),)),
     "index_put": Evidence(
         lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True),
