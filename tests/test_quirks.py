@@ -87,6 +87,7 @@ EVIDENCE: dict[str, Evidence] = {
     ),
     "normalize": Evidence(lambda x: F.normalize(x), lambda: (given(0.0, 0.0).detach().view(1, 2).requires_grad_(),)),
     "max_pool1d": Evidence(lambda x: F.max_pool1d(x, 2), lambda: (torch.ones(1, 1, 4, requires_grad=True),)),
+    "max_pool3d": Evidence(lambda x: F.max_pool3d(x, 2), lambda: (normal(1, 2, 2, 2),)),
     "dropout of all": Evidence(lambda x: F.dropout(x, 1.0), lambda: (normal(3),)),
     "baddbmm": Evidence(
         lambda x, y: torch.baddbmm(x, y, y, beta=0), lambda: (torch.full((1, 2, 2), NAN), normal(1, 2, 2))

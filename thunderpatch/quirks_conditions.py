@@ -104,6 +104,10 @@ def without_its_first(node: fx.Node) -> bool:
     return op_name(node) == "baddbmm" and argument(node, 3, "beta", 1) == 0
 
 
+def pool_without_stride(node: fx.Node) -> bool:
+    return op_name(node) == "max_pool3d" and argument(node, 2, "stride") is None and needs_grad(node)
+
+
 def masked_attention(node: fx.Node) -> bool:
     mask = argument(node, 3, "attn_mask")
     return op_name(node) == "scaled_dot_product_attention" and mask is not None and needs_grad(node)

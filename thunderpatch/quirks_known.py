@@ -101,6 +101,7 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "max_pool1d", graded("max_pool1d"), "thunder shares a gradient among equal values, where eager takes the first"
     ),
+    Quirk("max_pool3d", conditions.pool_without_stride, "thunder fails on max_pool3d whose stride is left out"),
     Quirk("dropout of all", conditions.drops_everything, "thunder's result does not require grad, where eager's does"),
     Quirk(
         "baddbmm",

@@ -97,7 +97,7 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
             if form is not None:
                 forms[node] = form
             else:
-                outside.update(_region(node, names, nodes, stays))
+                outside.update(_region(node, names, nodes, lambda other: other not in outside and stays(other)))
         elif seam():
             outside.add(node)
     return Mutations(outside=tuple(node for node in nodes if node in outside), functional=tuple(forms.items()))

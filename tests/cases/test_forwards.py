@@ -169,6 +169,51 @@ def test_a_loop_over_tensors_is_compiled_with_the_rest() -> None:
     assert thunderpatch.report(twin)[""].compiled_calls == 1
 
 
+def _row_set(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[0] = x[1] * 2
+    return y
+
+
+def _column_raised(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[:, 1] += 1
+    return y
+
+
+def _row_set_and_column_raised(x: torch.Tensor) -> torch.Tensor:
+    y = _row_set(x)
+    y[:, 1] *= x[:, 0]
+    return y
+
+
+def _row_raised_by_a_row(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y[0] += x[1]
+    return y.sin()
+
+
+@pytest.mark.parametrize("function", [_row_set, _column_raised, _row_set_and_column_raised, _row_raised_by_a_row])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_part_of_a_tensor_that_is_changed_in_place_keeps_its_gradient(
+    function: Callable[[torch.Tensor], torch.Tensor], grad: bool
+) -> None:
+    class Changes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(x)
+
+    twin = patched_copy(Changes())
+    for _ in range(2):
+        x = torch.randn(3, 3, requires_grad=grad)
+        other = x.detach().clone().requires_grad_(grad)
+        got, want = twin(x), function(other)
+        torch.testing.assert_close(got, want)
+        if grad:
+            got.square().sum().backward()
+            want.square().sum().backward()
+            torch.testing.assert_close(x.grad, other.grad)
+
+
 def test_nested_tensors_of_any_lengths_run_as_captured_and_the_report_says_so() -> None:
     module = nn.Linear(4, 4)
     twin = patched_copy(module)
