@@ -23,8 +23,9 @@ UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty
 
 # Eager's own gradient at NaN depends on whether the element falls into a vector or into the rest of the loop.
 NO_NAN = ("hardtanh", "relu6", "hardshrink", "softshrink", "hardsigmoid", "hardswish", "elu", "celu", "selu")
-# What NaN and infinity become in a convolution depends on how the algorithm pads.
-NO_SPECIAL = ("conv",)
+# What NaN and infinity become in a convolution depends on how the algorithm pads;
+# in the mean of a batch, how the variance beside it is computed.
+NO_SPECIAL = ("conv", "batch_norm", "instance_norm")
 # Eager itself reads where it must not, given the lengths and values that are made up here.
 ONLY_SAMPLES = ("_segment_reduce", "pdist")
 
@@ -146,6 +147,13 @@ def zeroed(tensor: Tensor) -> Tensor:
     return changed.requires_grad_(tensor.requires_grad)
 
 
+def levelled(tensor: Tensor) -> Tensor:
+    """A copy of nothing but zeros: vectors without a length, and equal elements of which one is to be chosen."""
+    if not _changeable(tensor):
+        return tensor
+    return torch.zeros_like(tensor, memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
+
+
 def emptied(tensor: Tensor) -> Tensor:
     """The same tensor with nothing along its first dimension."""
     sliced = tensor.dim() and tensor.layout is torch.strided
@@ -168,7 +176,7 @@ def _op_samples(
         yield f"sample {index}", sample.input, sample.args, sample.kwargs
     name = op.name.rpartition(".")[2]
     special = functools.partial(special_values, nan=0.0) if name in NO_NAN else special_values
-    for label, change in (("special", special), ("zeros", zeroed), ("empty", emptied)):
+    for label, change in (("special", special), ("zeros", zeroed), ("level", levelled), ("empty", emptied)):
         left_out = name in ONLY_SAMPLES or (label == "special" and any(part in name for part in NO_SPECIAL))
         for sample in samples[: 0 if left_out else 1]:
             yield label, *pytree.tree_map_only(Tensor, change, (sample.input, sample.args, sample.kwargs))

@@ -96,6 +96,25 @@ def test_loss_logits_and_every_gradient_equal_eager(
     assert all(row.compiled_calls == row.calls >= 1 for row in rows(patched))
 
 
+def test_padding_on_the_left_trains_as_in_eager(model: Any, ids: torch.Tensor) -> None:
+    """The padded rows of attention's mask look at nothing at all."""
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+
+    def trained() -> list[torch.Tensor]:
+        model.zero_grad()
+        out = model(input_ids=ids, attention_mask=mask, labels=labels)
+        out.loss.backward()
+        return [out.loss.detach(), out.logits.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    want = trained()
+    with thunderpatch.patched(model, repeated=True):
+        got = trained()
+    assert not any(value.isnan().any() for value in want)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_greedy_generation_gives_the_same_tokens(patched: thunderpatch.Patch, model: Any, ids: torch.Tensor) -> None:
     settings = {"min_new_tokens": 3, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     got = model.generate(ids, **settings)
