@@ -8,22 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import WIDTH, Block, ran
 from torch import nn
 from torch.distributed import checkpoint
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import thunderpatch
-
-WIDTH = 6
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
 
 
 class Skew(nn.Module):
@@ -46,12 +36,6 @@ def outcome(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     out = model(x)
     out.square().sum().backward()
     return [out.detach(), *(p.grad.clone() for p in model.parameters())]
-
-
-def ran(model: nn.Module, calls: int) -> None:
-    rows = thunderpatch.report(model).rows
-    assert {(row.fqn, row.calls, row.compiled_calls) for row in rows} == {(row.fqn, calls, calls) for row in rows}
-    assert rows
 
 
 def skewed(linear: nn.Module) -> None:

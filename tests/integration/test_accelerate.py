@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import WIDTH, Block, Net, ran
 from torch import nn
 
 import thunderpatch
@@ -18,28 +19,6 @@ accelerate = pytest.importorskip("accelerate")
 from accelerate import hooks, utils  # noqa: E402  # there is no accelerate without the line above
 
 pytestmark = pytest.mark.integration
-
-WIDTH = 6
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(WIDTH, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 @pytest.fixture
@@ -57,13 +36,6 @@ def _one_accelerator_a_test() -> Iterator[None]:
     yield
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
-
-
-def ran(model: nn.Module, calls: int) -> None:
-    """Every patched module ran compiled, this often."""
-    rows = thunderpatch.report(model).rows
-    assert {(row.fqn, row.calls, row.compiled_calls) for row in rows} == {(row.fqn, calls, calls) for row in rows}
-    assert rows
 
 
 # Training. What is patched is the blocks, or the model as a whole.

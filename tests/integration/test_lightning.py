@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import WIDTH, Block, ran
 from torch import nn
 
 import thunderpatch
@@ -17,17 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-WIDTH = 6
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
 
 
 class Task(lightning.LightningModule):
@@ -92,12 +82,6 @@ def trainer(folder: Path, *callbacks: Any, **settings: Any) -> Any:
         callbacks=list(callbacks),
         **{"max_epochs": 2, "enable_checkpointing": False, **settings},
     )
-
-
-def ran(model: nn.Module, calls: int) -> None:
-    rows = thunderpatch.report(model).rows
-    assert {(row.fqn, row.calls, row.compiled_calls) for row in rows} == {(row.fqn, calls, calls) for row in rows}
-    assert rows
 
 
 SETTINGS = {

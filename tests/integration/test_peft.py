@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import WIDTH, Net
 from torch import nn
 
 import thunderpatch
@@ -16,8 +17,6 @@ import thunderpatch
 peft = pytest.importorskip("peft")
 pytest.importorskip("peft.helpers")
 pytestmark = pytest.mark.integration
-
-WIDTH = 6
 
 
 class Block(nn.Module):
@@ -27,17 +26,6 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(WIDTH, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 # What is patched: the blocks, with the adapters inside, or each Linear, adapted or not.
@@ -57,7 +45,7 @@ def lora(rank: int, replaced: list[str] | None) -> Any:
 def adapted(patch: str = "", what: str = "blocks", replaced: list[str] | None = None) -> Any:
     """Return a model with two adapters, the same numbers each time; patched before they come, after, or not."""
     torch.manual_seed(1)
-    model = Net()
+    model = Net(Block)
     if patch == "before":
         thunderpatch.apply(model, **WHAT[what])
     model = peft.get_peft_model(model, lora(2, replaced))
@@ -144,7 +132,7 @@ def test_adapters_are_merged_unmerged_and_unloaded(x: torch.Tensor, patch: str, 
     torch.testing.assert_close(got[3], got[0])
     assert list(model.state_dict()) == list(plain.state_dict())
     thunderpatch.restore(model)
-    assert [type(module) for module in model.modules()] == [type(module) for module in Net().modules()]
+    assert [type(module) for module in model.modules()] == [type(module) for module in Net(Block).modules()]
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -158,7 +146,7 @@ def test_adapters_saved_from_a_patched_model_load_into_a_plain_one_and_back(
         want = model(x)
         model.save_pretrained(tmp_path)
         torch.manual_seed(1)
-        plain = peft.PeftModel.from_pretrained(Net(), tmp_path)
+        plain = peft.PeftModel.from_pretrained(Net(Block), tmp_path)
         torch.testing.assert_close(plain(x), want)
         for p in model.parameters():
             if p.requires_grad:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import Block, ran
 from torch import nn
 
 import thunderpatch
@@ -17,29 +18,14 @@ pytestmark = pytest.mark.integration
 WIDTH = 32  # torchao's groups
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
-
-
 @pytest.fixture
 def model() -> nn.Sequential:
-    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2))
+    return nn.Sequential(Block(WIDTH), Block(WIDTH), nn.Linear(WIDTH, 2))
 
 
 @pytest.fixture
 def x() -> torch.Tensor:
     return torch.randn(4, WIDTH)
-
-
-def ran(model: nn.Module, calls: int) -> None:
-    rows = thunderpatch.report(model).rows
-    assert {(row.fqn, row.calls, row.compiled_calls) for row in rows} == {(row.fqn, calls, calls) for row in rows}
-    assert rows
 
 
 patches = pytest.mark.parametrize("patch", ["before", "after", "called"])
@@ -181,7 +167,7 @@ def kernelize(model: nn.Sequential) -> Any:
         pass
 
     for index in range(2):
-        model[index] = Layer()
+        model[index] = Layer(WIDTH)
 
     def kernelize() -> None:
         with kernels.use_kernel_mapping({"Block": {"cpu": Local()}}, inherit_mapping=False):

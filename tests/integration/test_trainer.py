@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import ran
 
 import thunderpatch
 
@@ -66,12 +67,6 @@ def trainer(model: Any, folder: Path, **settings: Any) -> Any:
 
 def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def ran(model: Any, calls: int) -> None:
-    rows = thunderpatch.report(model).rows
-    assert [(row.calls, row.compiled_calls) for row in rows] == [(calls, calls)] * len(rows)
-    assert rows
 
 
 SETTINGS = {
