@@ -388,10 +388,12 @@ def test_weights_and_inputs_follow_the_seed(stub: Any) -> None:
     assert not torch.equal(one[0].head.weight, other[0].head.weight)
 
 
-def test_bench_prints_and_plots(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_prints_and_plots(stub: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     bench = stub("benchmark")
+    checked: list[Path] = []
+    monkeypatch.setattr("thunderpatch.plotting.check", checked.append)  # it would ask for matplotlib
     assert main(["bench", "gpt", "--backward", "--plot", "bench.png", "--json"]) == 0
-    assert bench.plots == ["bench.png"] and bench.calls[0][1]["backward"] is True
+    assert checked == [Path("bench.png")] and bench.plots == ["bench.png"] and bench.calls[0][1]["backward"] is True
     assert json.loads(capsys.readouterr().out) == {"ok": True}
 
 

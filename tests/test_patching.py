@@ -146,6 +146,30 @@ def test_a_failure_half_way_takes_off_what_was_installed(model: nn.Sequential, m
     assert len(seen) == 3 and everything(model) == before
 
 
+@pytest.mark.parametrize("collects", [True, False])
+def test_apply_leaves_the_garbage_collector_as_it_was_also_when_it_fails(
+    model: nn.Sequential, monkeypatch: pytest.MonkeyPatch, collects: bool
+) -> None:
+    seen = []
+
+    def build(*_: Any) -> Any:
+        seen.append(gc.isenabled())
+        raise RuntimeError("no")
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        thunderpatch.apply(model, types=nn.Linear)
+        assert gc.isenabled() is collects
+        thunderpatch.restore(model)
+        monkeypatch.setattr(registry, "build", build)
+        with pytest.raises(RuntimeError, match="no"):
+            thunderpatch.apply(model, types=nn.Linear)
+        assert seen == [False] and gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
 def test_a_warning_that_is_an_error_leaves_the_model_alone() -> None:
     model = nn.MultiheadAttention(4, 2)
     before = everything(model)

@@ -193,3 +193,19 @@ def test_the_registry_keeps_no_module_alive(compiler) -> None:
     del module
     gc.collect()
     assert ref() is None
+
+
+def test_a_reference_tells_modules_apart_by_identity_alive_or_gone() -> None:
+    class Alike(nn.Linear):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+    one, two = Alike(2, 2), Alike(2, 2)
+    first, again, other = registry.ModuleRef(one), registry.ModuleRef(one), registry.ModuleRef(two)
+    assert first is not again and first == again and hash(first) == hash(again)
+    assert first != other and {first: 1}.get(other) is None
+    del one
+    gc.collect()
+    assert first() is None and first == first and first != again and first != other

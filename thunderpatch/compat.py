@@ -14,6 +14,7 @@ Private names of torch are used in this module only, and each is looked for befo
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 import threading
@@ -85,6 +86,29 @@ def backend_context() -> Iterator[None]:
     compile_lock = getattr(convert_frame, "compile_lock", _lock)
     with compile_lock, lazy._use_lazy_graph_module(False):
         yield
+
+
+def load_thunderfx() -> Callable[..., Any]:
+    """Return thunder's own thunderfx, which on a newer torch needs help and reassigns `torch.compile`."""
+    load_thunder()
+    from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
+
+    taken_by_torch = inspect.signature(torch.compile).parameters
+
+    class Backend(ThunderCompiler):
+        def __call__(self, gm: torch.fx.GraphModule, sample_args: list[torch.Tensor]) -> Any:
+            with backend_context():
+                return super().__call__(gm, sample_args)
+
+    def thunderfx(function: Any, /, **options: Any) -> Any:
+        torch_options = {name: value for name, value in options.items() if name in taken_by_torch}
+        thunder_options = {name: value for name, value in options.items() if name not in taken_by_torch}
+        if "transforms" in thunder_options:  # it appends to the list at each graph
+            thunder_options["transforms"] = list(thunder_options["transforms"])
+        backend = Backend(**thunder_options)  # type: ignore[no-untyped-call]
+        return ThunderFXCompiledObject(backend, torch.compile(function, backend=backend, **torch_options))
+
+    return thunderfx
 
 
 def _check_versions() -> str:

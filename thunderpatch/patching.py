@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,7 +12,7 @@ from torch import nn
 
 from . import fused, registry
 from .attribution import watch
-from .compat import backend_context, load_thunder
+from .compat import load_thunder, load_thunderfx
 from .errors import AlreadyPatchedError, ArgumentError
 from .options import Options, read_options
 from .record import Record
@@ -141,7 +141,8 @@ def apply(
     selected = select(model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested)
     new = {fqn: module for fqn, module in selected.items() if not _patched_alike(fqn, module, options)}
     compiler = compiler_for(options, watch, watch.owner)
-    proxies = {fqn: registry.build(module, fqn, compiler) for fqn, module in new.items()}
+    with _uncollected():
+        proxies = {fqn: registry.build(module, fqn, compiler) for fqn, module in new.items()}
     fused.warn_where_never_called(model, new)
     done: list[nn.Module] = []
     try:
@@ -153,6 +154,18 @@ def apply(
         for module in reversed(done):
             registry.uninstall(module)
         raise
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause the garbage collector, which would look through all that is being made, again and again, for nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _patched_alike(fqn: str, module: nn.Module, options: Options) -> bool:
@@ -238,27 +251,3 @@ def thunderfx(module: T, /, **thunderfx_options: Any) -> T:
         apply(module, **thunderfx_options)
         return module
     return load_thunderfx()(module, **thunderfx_options)  # type: ignore[no-any-return]
-
-
-def load_thunderfx() -> Callable[..., Any]:
-    """Return thunder's own thunderfx, which on a newer torch needs help and reassigns `torch.compile`."""
-    load_thunder()
-    import torch
-    from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
-
-    taken_by_torch = inspect.signature(torch.compile).parameters
-
-    class Backend(ThunderCompiler):
-        def __call__(self, gm: torch.fx.GraphModule, sample_args: list[torch.Tensor]) -> Any:
-            with backend_context():
-                return super().__call__(gm, sample_args)
-
-    def thunderfx(function: Any, /, **options: Any) -> Any:
-        torch_options = {name: value for name, value in options.items() if name in taken_by_torch}
-        thunder_options = {name: value for name, value in options.items() if name not in taken_by_torch}
-        if "transforms" in thunder_options:  # it appends to the list at each graph
-            thunder_options["transforms"] = list(thunder_options["transforms"])
-        backend = Backend(**thunder_options)  # type: ignore[no-untyped-call]
-        return ThunderFXCompiledObject(backend, torch.compile(function, backend=backend, **torch_options))
-
-    return thunderfx

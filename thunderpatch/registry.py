@@ -22,9 +22,36 @@ from .record import Record
 from .regions import is_method_of
 from .tree import grow
 
+
+class ModuleRef(weakref.ref[nn.Module]):
+    """A weak reference that is the same as another while both are of one module, by identity.
+
+    A class may define when its modules are equal, and whether they can be hashed. torch's own reference by
+    identity asks the module for an attribute that it has not, which costs microseconds for an `nn.Module`.
+    """
+
+    __slots__ = ("_id",)
+
+    def __init__(self, module: nn.Module, callback: Callable[[ModuleRef], object] | None = None) -> None:
+        super().__init__(module, callback)
+        self._id = id(module)
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        module = self()
+        if module is None:  # gone: its number may be that of another by now
+            return self is other
+        return isinstance(other, ModuleRef) and module is other()
+
+    def __ne__(self, other: object) -> bool:  # else that of `weakref.ref`, which asks the modules
+        return not self == other
+
+
 # module -> its records, one for each set of options that it was ever patched with. They stay when the patch
 # is taken off, and with them the compiled code.
-_records: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_records: WeakIdKeyDictionary = WeakIdKeyDictionary(ref_type=ModuleRef)
 
 
 def records_of(module: nn.Module) -> list[Record]:

@@ -19,7 +19,7 @@ PEERS = ("thunderfx(module.forward)", "by type", "by glob", "by predicate")
 def patching(settings: dict[str, Any], tell: Callable[[str], None]) -> Result:
     """Per module: `apply` and `restore` beside the mere call of `thunderfx(module.forward)`."""
     import thunderpatch
-    from thunderpatch.patching import load_thunderfx
+    from thunderpatch.compat import load_thunderfx
 
     result = Result("patching", "apply and restore, per module", "us", PEERS)
     theirs = load_thunderfx()

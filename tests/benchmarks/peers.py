@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from thunderpatch.compat import backend_context, load_thunder
-from thunderpatch.patching import load_thunderfx
+from thunderpatch.compat import backend_context, load_thunder, load_thunderfx
 
 from .models import Workload
 
