@@ -31,10 +31,12 @@ class ModuleRef(weakref.ref[nn.Module]):
     """
 
     __slots__ = ("_id",)
+    _id: int
 
-    def __init__(self, module: nn.Module, callback: Callable[[ModuleRef], object] | None = None) -> None:
-        super().__init__(module, callback)
+    def __new__(cls, module: nn.Module, callback: Callable[[Any], object] | None = None) -> ModuleRef:
+        self = super().__new__(cls, module, callback)
         self._id = id(module)
+        return self
 
     def __hash__(self) -> int:
         return self._id
