@@ -138,7 +138,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Breaks in the block itself are left to the slow tests: those in a child go the same way and further.
+BREAKS_IN_THE_BLOCK = ("list, graph break", "constant, graph break")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] if k in BREAKS_IN_THE_BLOCK else []) for k in KINDS]
+)
 def test_40_blocks_that_know_their_own_number(kind):
     model = Stack([KINDS[kind](i) for i in range(40)])
     assert compare(model, torch.randn(2, 8), calls=2, repeated=True) == 40

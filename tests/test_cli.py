@@ -501,7 +501,7 @@ def test_a_region_that_cannot_be_compiled_is_reported_with_the_others_and_has_a_
     assert "It runs uncompiled after CompileError" in (folder / "1.py").read_text()
 
 
-@pytest.mark.parametrize("data", [(), ("--data",)])
+@pytest.mark.parametrize("data", [pytest.param((), marks=pytest.mark.slow), ("--data",)])
 def test_report_writes_reproducers_that_run(
     data: tuple[str, ...], models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

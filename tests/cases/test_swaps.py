@@ -92,7 +92,7 @@ def test_a_value_that_is_cached_for_several_modules_is_followed(model: nn.Sequen
     ran(model, 2)
 
 
-@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("buffers", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_averaged_models_of_a_patched_one_train_and_evaluate_as_plain(buffers: bool) -> None:
     averaged = torch.optim.swa_utils.AveragedModel
     average_of = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)

@@ -86,7 +86,7 @@ def classified(model: nn.Module, x: Tensor) -> Tensor:
 SELECTORS: dict[str, dict[str, Any]] = {"relu": {"types": [nn.ReLU]}, "blocks": {"types": [BasicBlock]}}
 
 
-@pytest.mark.parametrize("which", SELECTORS)
+@pytest.mark.parametrize("which", ["relu", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_a_resnet_that_works_in_place_trains_as_eager(which: str) -> None:
     torch.manual_seed(0)
     # In float32 its last layers, which normalise four values, turn any rounding into another training.
