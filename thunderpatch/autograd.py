@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .errors import CompileError
+from .reach import Reach, zeros_like
 from .recomputation import Observed, Recomputation, Region, is_tensor
 
 log = logging.getLogger("thunderpatch")
@@ -49,6 +50,8 @@ class Gradient(Recomputation):
         self._views_of, self._views_alone = _views(data["flat_output"], args)
         place = {id(value): k for k, value in enumerate(data["flat_args"])}
         self._places = [place.get(id(arg)) for arg in args]
+        self._zeros = zeros_like(data["flat_output"])
+        self._reach = Reach(region.original, len(self._zeros))
 
     def connect(self, args: Sequence[Any], data: dict[str, Any], saved: Sequence[Any], others: Sequence[Any]) -> Any:
         """Give the outputs in `data` a history, in place, and return them. Grad mode is on."""
@@ -72,9 +75,16 @@ class Gradient(Recomputation):
         """Run thunder's backward and return the gradients of the arguments; `clear` lets autograd's copy go."""
         if self._proven:
             clear()  # thunder drops each saved tensor after its last use; autograd must not hold them longer
+        absent = [k for k, grad in enumerate(grads) if grad is None]
+        for k in absent:
+            if (zeros := self._zeros[k]) is not None:
+                grads[k] = zeros()
         found = self._backward([saved, others], grads)
         self._proven = True
-        return [None if k is None else found[k] for k in self._places]
+        reached = self._reach.without(absent)
+        if reached is None:
+            return [None if k is None else found[k] for k in self._places]
+        return [None if k is None or i not in reached else found[k] for i, k in enumerate(self._places)]
 
     def first(self, ctx: Any, saved: list[Any], grads: Sequence[Any]) -> Sequence[Any]:
         """Run thunder's backward for the first time, when parts of it may still have to be compiled."""
@@ -106,6 +116,7 @@ class _Connected(torch.autograd.Function):
         ctx.gradient, ctx.others = gradient, others
         ctx.held = gradient.hold(args)
         ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)  # whether there is one tells where gradients arrive
         if gradient._fixed:
             ctx.mark_non_differentiable(*[outputs[k] for k in gradient._fixed])
         return outputs

@@ -167,7 +167,8 @@ class _Convert:
 
 def _sets_a_forward(code: types.CodeType, original: types.CodeType) -> bool:
     """Whether Dynamo's code sets a module's forward, by its name."""
-    return "forward" in set(code.co_consts) - set(original.co_consts)
+    new, old = ([const for const in each.co_consts if isinstance(const, str)] for each in (code, original))
+    return "forward" in new and "forward" not in old
 
 
 def runs_graphs(run: Any) -> None:

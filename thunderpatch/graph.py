@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from . import capture, graphs, quirks, splitting
+from . import aliasing, capture, graphs, quirks, splitting, symbols
 from .capture import trail
 from .checking import check
 from .compat import backend_context
 from .dispatch import CompileFailure, Partition, Snapshot
 from .errors import CompileError, interrupted
 from .options import Options
+from .quirks_known import EAGER
 from .quirks_nodes import runs_as_captured
 
 log = logging.getLogger("thunderpatch")
@@ -52,6 +53,7 @@ class Graph:
         self.breaks: dict[tuple[str, str], None] = {}  # (source line, reason) of graph breaks that end the graph
         self.call: Callable[..., Any] = self._first_call
         self.settings = settings()
+        self._apart: AsCaptured | None = None  # runs instead where inputs share memory
 
     @property
     def sample(self) -> fx.GraphModule:
@@ -85,6 +87,11 @@ class Graph:
             if self.call != self._first_call:  # another thread was first
                 return self.call(*inputs)
             self.owner = self._asked_by() or self.owner
+            if self._apart is None and aliasing.writes(self.gm):
+                why = quirks.Route("shared memory", "", EAGER, aliasing.REASON)
+                self._apart = AsCaptured(self.gm, self.options, self.owner, [why])
+            if self._apart is not None and aliasing.share_memory(inputs):
+                return self._instead(self._apart, inputs)
             with splitting.backward_too():  # the splitter leaves inductor's parts to their first call
                 return self._compile_and_call(inputs)
 
@@ -104,10 +111,22 @@ class Graph:
             result = call(*inputs)
         finally:
             self.seconds["thunder"] += sum(partition.seconds for partition in self.partitions)
-        self.call = self._fused() or call
+        self.call = self._fused() or self._unless_shared(call)
         if not self.eager:
             log.info("%s: compiled its graph, %d partitions by thunder", self.owner, len(self.partitions))
         return result
+
+    def _unless_shared(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `call`, which is not for inputs that share memory if the graph writes to any."""
+        apart = self._apart
+        if apart is None or self.eager:
+            return call
+        return lambda *inputs: self._instead(apart, inputs) if aliasing.share_memory(inputs) else call(*inputs)
+
+    @staticmethod
+    def _instead(other: Graph, inputs: tuple[Any, ...]) -> Any:
+        trail.graphs[-1] = other
+        return other.call(*inputs)
 
     def _fused(self) -> Callable[..., Any] | None:
         if len(self.partitions) != 1 or self.eager:
@@ -116,6 +135,8 @@ class Graph:
 
     def _compile(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:
         self.error = None  # of an attempt before, which raised
+        if self._apart is not None and aliasing.captured_as_shared(self.gm):  # and is now called with others
+            symbols.propagate(self.gm, inputs)
         self.routes = quirks.reroute(self.gm)
         for route in self.routes:
             log.info("%s: %s goes to %s: %s", self.owner, route.node or "the graph", route.target, route.reason)
@@ -146,6 +167,17 @@ class Graph:
         assert isinstance(error, Exception)
         self.error = without_frames(error)
         log.info("%s: runs uncompiled after %s: %s", self.owner, type(error).__name__, error)
+
+
+class AsCaptured(Graph):
+    """A graph that runs as Dynamo captured it, in all calls that come to it."""
+
+    def __init__(self, gm: fx.GraphModule, options: Options, owner: str, routes: list[quirks.Route]) -> None:
+        super().__init__(gm, options, owner)
+        self.routes = routes
+
+    def _first_call(self, *inputs: Any) -> Any:
+        return self.gm.forward(*inputs)
 
 
 def _kind(captured: fx.GraphModule, compiled: Any) -> str:

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
 
 from . import graphs, symbols
 from .errors import CompileError
+from .reach import Reach
 from .recomputation import Observed, Recomputation, Region, is_tensor
 
 _keeps_graph: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
@@ -29,6 +31,7 @@ class InductorPart:
         self.compiled, self.region = compiled, region
         self._views = _returns_views(captured)
         self._layouts = [_strides(graphs.example(node)) for node in captured.graph.nodes if node.op == "placeholder"]
+        self.reach = Reach(captured, len(pytree.tree_leaves(graphs.output(captured).args[0])))
         self._recomputation: Recomputation | None = None
         self._call: Callable[..., Any] = self._first_call
 
@@ -84,7 +87,7 @@ class _Differentiable(torch.autograd.Function):
         # Edges and not tensors: they keep no values alive.
         ctx.inputs = [get_gradient_edge(g) if g is not arg else None for g, arg in zip(given, args, strict=True)]
         ctx.outputs = [get_gradient_edge(o) if is_tensor(o) and o.requires_grad else None for o in outputs]
-        ctx.recomputation = part.recomputation(args, observed)
+        ctx.recomputation, ctx.reach = part.recomputation(args, observed), part.reach
         ctx.held = ctx.recomputation.hold(args)
         ctx.set_materialize_grads(False)
         plain = [output.detach() if is_tensor(output) else output for output in outputs]
@@ -109,7 +112,11 @@ class _Differentiable(torch.autograd.Function):
         # Nothing was donated when it was compiled, but what runs the backward asks the setting of now.
         with _no_donation() if keep else contextlib.nullcontext():
             found = iter(torch.autograd.grad(edges, some, given, retain_graph=keep, allow_unused=True))
-        return None, None, *(next(found) if edge else None for edge in wanted)
+        arrived = [next(found) if edge else None for edge in wanted]
+        reached = ctx.reach.without([k for k, grad in enumerate(grads) if grad is None])
+        if reached is None:
+            return None, None, *arrived
+        return None, None, *(grad if i in reached else None for i, grad in enumerate(arrived))
 
 
 def _strides(value: Any) -> tuple[int, ...] | None:

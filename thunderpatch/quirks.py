@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from .quirks_conditions import lacks_gradient
 from .quirks_functional import make_functional
-from .quirks_known import EAGER, HOOK, INDUCTOR, INFERENCE, QUIRKS, SUBCLASS, THUNDER, TRANSFORM
-from .quirks_mutation import Mutations, mutations
-from .quirks_nodes import is_call, keep_from_thunder, nested, picks, spelled, thunder_takes
+from .quirks_known import EAGER, HOOK, INDUCTOR, INFERENCE, NO_GRADIENT, QUIRKS, SUBCLASS, THUNDER, TRANSFORM
+from .quirks_mutation import Mutations, in_grad_mode, mutations
+from .quirks_nodes import is_call, keep_from_thunder, needs_grad, nested, picks, spelled, thunder_takes
 from .quirks_respelled import spell_out
 
 
@@ -67,6 +68,9 @@ def _decide(gm: fx.GraphModule) -> tuple[dict[fx.Node, Route], Mutations]:
     for node in calls:
         if quirk := whole or next((quirk for quirk in QUIRKS if quirk.matches(node)), None):
             routes[node] = Route(quirk.name, node.name, quirk.target, quirk.reason)
+    for node in in_grad_mode(list(gm.graph.nodes)) if any(map(needs_grad, calls)) else ():
+        if node not in routes and node in calls and lacks_gradient(node):
+            routes[node] = Route(NO_GRADIENT.name, node.name, NO_GRADIENT.target, NO_GRADIENT.reason)
     found = mutations(gm, lambda node: routes.get(node, IN_THUNDER).target == THUNDER and thunder_takes(node))
     for node in found.outside:
         reason = f"{spelled(node)} works on a value that is changed in place and read under two names"

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .quirks_nodes import argument, inputs, needs_grad, op_name, outputs, tensors, thunder_takes, value
@@ -96,12 +97,36 @@ def read_as_number(node: fx.Node) -> bool:
     return op_name(node) == "put" and needs_grad(node) and any(t.dim() == 0 for t in tensors([index]))
 
 
+def lacks_gradient(node: fx.Node) -> bool:
+    """Whether thunder would take the node, which needs no gradient, and could not differentiate it.
+
+    Of nodes that need one the splitter finds out itself.
+    """
+    if needs_grad(node) or not any(t.is_floating_point() for t in inputs(node)) or not thunder_takes(node):
+        return False
+    source = next(n for n in node.all_input_nodes if any(t.is_floating_point() for t in tensors(n)))
+    before = source.meta.get("example_value")
+    try:
+        source.meta["example_value"] = pytree.tree_map_only(Tensor, _graded, before)
+        return not thunder_takes(node)
+    finally:
+        source.meta["example_value"] = before
+
+
+def _graded(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
 def drops_everything(node: fx.Node) -> bool:
     return op_name(node) == "dropout" and argument(node, 1, "p", 0.5) == 1 and needs_grad(node)
 
 
 def without_its_first(node: fx.Node) -> bool:
     return op_name(node) == "baddbmm" and argument(node, 3, "beta", 1) == 0
+
+
+def unbiased_of_all(node: fx.Node) -> bool:
+    return op_name(node) == "var_mean" and isinstance(argument(node, 1, "unbiased"), bool)
 
 
 def pool_without_stride(node: fx.Node) -> bool:

@@ -108,6 +108,7 @@ QUIRKS: tuple[Quirk, ...] = (
         conditions.without_its_first,
         "thunder reads the first argument with beta=0, so that NaN in it spreads",
     ),
+    Quirk("var_mean", conditions.unbiased_of_all, "thunder takes the flag for a dimension"),
     Quirk("max", graded("max"), "thunder's gradient of max is NaN everywhere when one input is"),
     Quirk("index_put", graded("index_put"), "thunder loses gradients of index_put"),
     Quirk(
@@ -150,6 +151,11 @@ INFERENCE = Quirk(
     named("enter_inference_mode"),
     "neither thunder nor inductor makes what is computed in inference mode an inference tensor",
     EAGER,
+)
+NO_GRADIENT = Quirk(
+    "no gradient",
+    conditions.lacks_gradient,
+    "thunder has no gradient for it, and wants one for all that a part with gradients computes",
 )
 HOOK = Quirk(
     "hook on a value",

@@ -72,17 +72,16 @@ def _storages(tree: Any) -> set[StorageWeakRef]:
 def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations:
     """Say what the in-place changes of a graph call for.
 
-    ``stays`` tells whether thunder would run a node. Only asked where a gradient is at stake: without one, changes
-    come out right whoever makes them.
+    ``stays`` tells whether thunder would run a node.
     """
     nodes = list(gm.graph.nodes)
     changes = [(node, storage) for node in nodes for storage in _storages(mutated(node))]
-    if not changes or not _grad_at_stake(nodes):
+    if not changes:
         return Mutations()
     given = _storages([node for node in nodes if not is_call(node) and node.op != "output"])
     outside: set[fx.Node] = set()
     forms: dict[fx.Node, Form] = {}
-    graded_nodes = _in_grad_mode(nodes)
+    graded_nodes = in_grad_mode(nodes)
     # Asking thunder is slow, and a BatchNorm counts in each layer.
     stays, seam = functools.cache(stays), functools.cache(lambda: _seam(nodes, stays))
     for node, storage in changes:
@@ -92,22 +91,18 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
             return Mutations(f"{spelled(node)} changes an input of the graph in place", node.name)
         if graded and node not in graded_nodes:
             return Mutations(f"{spelled(node)} changes what has a gradient, in place and under no_grad", node.name)
-        if graded:
+        if graded or storage not in given:
             form = None if _read_under_other_names(node, names, nodes) else functional(node)
             if form is not None:
                 forms[node] = form
             else:
                 outside.update(_region(node, names, nodes, lambda other: other not in outside and stays(other)))
-        elif seam():
+        elif _last_of_a_view(node, names, nodes) or seam():
             outside.add(node)
     return Mutations(outside=tuple(node for node in nodes if node in outside), functional=tuple(forms.items()))
 
 
-def _grad_at_stake(nodes: list[fx.Node]) -> bool:
-    return bool(_in_grad_mode(nodes)) and any(t.requires_grad for n in nodes for t in tensors(n))
-
-
-def _in_grad_mode(nodes: list[fx.Node]) -> set[fx.Node]:
+def in_grad_mode(nodes: list[fx.Node]) -> set[fx.Node]:
     """Return the nodes that run while gradients are recorded."""
     enabled, found = torch.is_grad_enabled(), set()
     for node in nodes:
@@ -127,6 +122,15 @@ def _read_under_other_names(change: fx.Node, names: list[fx.Node], nodes: list[f
     target, end = change.args[0] if change.args else None, nodes.index(change)
     others = [name for name in names if name is not target and nodes.index(name) < end]
     return any(nodes.index(user) > end for name in others for user in name.users)
+
+
+def _last_of_a_view(change: fx.Node, names: list[fx.Node], nodes: list[fx.Node]) -> bool:
+    """Whether a view is changed in a memory that no operation reads after that: thunder then fails."""
+    end = nodes.index(change)
+    views = [name for name in names if nodes.index(name) < end]
+    return len(views) > 1 and not any(
+        is_call(user) and nodes.index(user) > end for name in names for user in name.users
+    )
 
 
 def _region(

@@ -17,7 +17,7 @@ from torch import fx
 
 from . import capture, graphs, splitting, symbols
 from .calls import Call
-from .graph import Graph, compiling, log, unhooked
+from .graph import AsCaptured, Graph, compiling, log, unhooked
 from .inductor import InductorPart
 from .lanes import fresh
 from .options import Options
@@ -114,17 +114,6 @@ class SymbolicGraph:
         graph = AsCaptured(self.gm, self._options, self.owner, list(dict.fromkeys(routes)))
         graph.breaks = dict(self._found[0].breaks) if self._found else {}
         return graph.runner()
-
-
-class AsCaptured(Graph):
-    """A graph for all sizes that runs as Dynamo captured it."""
-
-    def __init__(self, gm: fx.GraphModule, options: Options, owner: str, routes: list[Route]) -> None:
-        super().__init__(gm, options, owner)
-        self.routes = routes
-
-    def _compile(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:
-        return self.gm.forward
 
 
 class AnySizes(Graph):

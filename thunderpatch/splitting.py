@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import graphs
@@ -52,6 +52,7 @@ def _split(
         for node in body.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint):
             # thunder refuses the reentrant way, which differs in how eager's backward goes about it and not in a graph.
             node.update_kwarg("use_reentrant", False)
+    _describable(gm)
     remove_empty_autocast(gm)
     recompile_graph(gm)
     settings = dict(options.thunder)
@@ -76,6 +77,20 @@ def _split(
         else:
             parts[name] = InductorPart(child, original, Region.of(original, owner, options))
     return _straight(divided, parts), info, partitions
+
+
+def _describable(gm: fx.GraphModule) -> None:
+    """Let complex views of real values, and what is cut from those, stand for themselves.
+
+    Wherever a graph is cut, torch is asked to fake what passes: a view by way of its base, of which it makes a complex
+    one by `view_as_complex`. That takes bases alone whose last dimension is 2.
+    """
+    for node in gm.graph.nodes:
+        fake = graphs.example(node)
+        if isinstance(fake, FakeTensor) and fake.is_complex() and fake._is_view() and not fake._base.is_complex():  # type: ignore[union-attr]
+            with fake.fake_mode:
+                alone = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+            node.meta["example_value"] = alone.requires_grad_(fake.requires_grad)
 
 
 def fused(divided: fx.GraphModule, partition: Partition) -> Callable[..., Any] | None:

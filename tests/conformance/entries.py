@@ -100,6 +100,18 @@ class InnerModule(MethodModule):
         return [getattr(args[0] * 1, self.method)(*args[1:], **kwargs) for args, kwargs in calls]
 
 
+class BesideModule(OpModule):
+    """An op of what needs no gradient, in a graph where something else does."""
+
+    def __init__(self, op: Callable[..., Any]) -> None:
+        super().__init__(op)
+        self.weight = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+        results = pytree.tree_leaves(super().forward(calls))
+        return [*results, *(r * self.weight for r in results if isinstance(r, Tensor) and r.is_floating_point())]
+
+
 def is_method(op: Callable[..., Any]) -> bool:
     return getattr(Tensor, getattr(op, "__name__", ""), None) is op
 
@@ -189,6 +201,9 @@ def _op_samples(
 def op_cases(op: Any, dtype: torch.dtype, count: int) -> Iterator[Case]:
     calls = [Call(label, (first, *args), dict(kwargs)) for label, first, args, kwargs in _op_samples(op, dtype, count)]
     yield Case("function", fresh_module(op.op), calls)
+    yield Case("function, no grad", fresh_module(op.op), calls, grad=False)
+    apart = [Call(c.label, *pytree.tree_map_only(Tensor, Tensor.detach, (c.args, c.kwargs))) for c in calls]
+    yield Case("beside a gradient", fresh_module(op.op, BesideModule), apart)
     if op.method_variant is not None and is_method(op.method_variant):
         own = [call for call in calls if isinstance(call.args[0], Tensor)]
         yield Case("method", fresh_module(op.method_variant, MethodModule), own[:1])
