@@ -10,6 +10,7 @@ import torch._dynamo
 from torch import nn
 
 import thunderpatch
+from thunderpatch import capture
 
 
 @pytest.fixture(autouse=True)
@@ -240,3 +241,11 @@ def test_1000_equal_modules():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(1000)))
     with torch.no_grad():
         assert compare(model, torch.randn(2, 4), types=nn.Linear) == 1000
+
+
+def test_a_forward_that_is_set_is_found_among_constants_of_any_kind() -> None:
+    old = (lambda: "x").__code__
+    new = old.replace(co_consts=(*old.co_consts, {"of": "a graph break"}, torch.ones(2)))
+    assert not capture._sets_a_forward(new, old)
+    sets = new.replace(co_consts=(*new.co_consts, "forward"))
+    assert capture._sets_a_forward(sets, old) and not capture._sets_a_forward(sets, sets)

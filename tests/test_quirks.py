@@ -110,6 +110,7 @@ EVIDENCE: dict[str, Evidence] = {
     ),
     "hook": Evidence(hooked, lambda: (normal(3),)),
     "diagonal": Evidence(torch.diagonal, lambda: (normal(3, 3),)),
+    "var_mean": Evidence(lambda x: torch.var_mean(x, True), lambda: (normal(3, 3, grad=False),)),
     "relu of NaN": Evidence(F.relu, lambda: (given(NAN, 1.0),)),
 }
 # The tracer of thunder takes minutes to say that it lacks the method; inside Dynamo, inductor's error becomes a
@@ -137,6 +138,12 @@ NEAR_MISSES: dict[str, Evidence] = {
     "a square": Evidence(lambda x: x**2, lambda: (normal(3),)),
     "amax": Evidence(lambda x: x.amax(), lambda: (normal(3),)),
     "relu without a gradient": Evidence(F.relu, lambda: (normal(3, grad=False),)),
+    "var_mean over a dimension": Evidence(lambda x: torch.var_mean(x, 0), lambda: (normal(3, 2, grad=False),)),
+    "an op of what needs no gradient": Evidence(lambda x, y: x * torch.exp(y), lambda: (normal(3), torch.ones(3))),
+    "an op without a gradient, where nothing has one": Evidence(torch.trunc, lambda: (normal(3, grad=False),)),
+    "a view of a buffer that is changed and read": Evidence(
+        lambda x, y: (y[:1].add_(1), x + y)[1], lambda: (normal(3, grad=False), torch.ones(3))
+    ),
     "an in-place op on a value of the graph": Evidence(lambda x: (x * 2).relu_(), lambda: (normal(3),)),
     "a counter": Evidence(lambda x, n: x * n.add_(1), lambda: (normal(3), torch.zeros(()))),
     "a change of an input without a gradient": Evidence(lambda x: x.mul_(2), lambda: (normal(3, grad=False),)),
@@ -387,6 +394,39 @@ def test_a_changed_input_with_a_gradient_makes_the_graph_eager(name: str) -> Non
     routes, gm = captured(changed, normal(3) * 1)
     assert [(route.quirk, route.node, route.target) for route in routes] == [(IN_PLACE, "", EAGER)]
     assert "outside_thunder" not in gm.code
+
+
+WITHOUT_A_GRADIENT = [torch.trunc, lambda y: torch.remainder(y, 2), lambda y: torch.minimum(y, y + 1)]
+
+
+@pytest.mark.parametrize("op", WITHOUT_A_GRADIENT)
+def test_what_thunder_cannot_differentiate_goes_to_inductor_where_something_else_has_a_gradient(
+    op: Callable[[Tensor], Tensor],
+) -> None:
+    evidence = Evidence(lambda x, y: x * op(y), lambda: (normal(3), normal(3, grad=False)))
+    routes, _ = captured(evidence.function, *evidence.inputs())
+    assert [(route.quirk, route.target) for route in routes] == [("no gradient", INDUCTOR)]
+    assert not raw_is_right(evidence), "thunder has this right now"
+
+
+VIEWS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "of a buffer that nothing reads": lambda x, b: (b[0].add_(1), x + 1)[1],
+    "of a buffer that another part cut it from": lambda x, b: (b.narrow(0, 0, 1).mul_(2), x + b)[1],
+    "of a value of its own that is returned": lambda x, b: (y := x * 1, y[:1].add_(b[0]))[0],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_change_of_a_view_that_thunder_fails_on_goes_to_inductor(name: str) -> None:
+    evidence = Evidence(VIEWS[name], lambda: (normal(2, grad=False), torch.ones(2)))
+    routes, _ = captured(evidence.function, *evidence.inputs())
+    assert routes and {(route.quirk, route.target) for route in routes} == {(IN_PLACE, INDUCTOR)}
+    assert not raw_is_right(evidence), "thunder has this right now"
+
+
+def test_inputs_that_share_memory_are_still_wrong_in_thunder() -> None:
+    x = torch.ones(4, 2)
+    assert not torch.equal(raw(lambda a, b: a.add_(1) + b)(x[:2], x[2:]), torch.full((2, 2), 3.0))
 
 
 def test_a_changed_input_is_still_wrong_in_thunder() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import ran
 from torch import nn
 
 import thunderpatch
@@ -272,3 +273,80 @@ def test_a_class_with_ways_of_its_own_is_patched_and_restored(cls: Callable[[], 
     assert all(row.compiled_calls == 1 for row in thunderpatch.report(model).rows)
     assert thunderpatch.restore(model) == 2
     assert [list(vars(module)) for module in model] == [list(names) for names in before]
+
+
+class Rotary(nn.Module):
+    """Positions as a rotation in the complex plane, of pairs of real numbers that are a view of the input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        *_, length, heads, width = x.shape
+        frequencies = 1.0 / 100 ** (torch.arange(0, width, 2).float() / width)
+        angles = torch.outer(torch.arange(length).float(), frequencies)
+        turned = torch.polar(torch.ones_like(angles), angles)[:, None]
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * turned).flatten(-2)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_positions_turn_pairs_of_numbers_in_the_complex_plane(grad: bool) -> None:
+    model, x = nn.Sequential(Rotary()), torch.randn(2, 5, 2, 4, requires_grad=grad)
+    want = model(x)
+    thunderpatch.apply(model, types=Rotary)
+    out = model(x)
+    torch.testing.assert_close(out, want)
+    if grad:
+        torch.testing.assert_close(*(torch.autograd.grad(each.sin().sum(), x) for each in (out, want)))
+
+
+class Neighbours(nn.Module):
+    """The mean over a node's neighbours in a graph; how many there are needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        messages = self.linear(x[edges[0]])
+        total = torch.zeros_like(x).scatter_add(0, edges[1][:, None].expand_as(messages), messages)
+        count = torch.zeros(len(x)).index_add(0, edges[1], torch.ones(edges.shape[1])).clamp(min=1)
+        return total / count[:, None]
+
+
+def test_a_mean_over_neighbours_trains_as_in_eager() -> None:
+    model, x = nn.Sequential(Neighbours()), torch.randn(5, 3, requires_grad=True)
+    edges = torch.randint(0, 5, (2, 9))
+    want = model[0](x, edges)
+    wanted = torch.autograd.grad(want.sin().sum(), [x, *model.parameters()])
+    thunderpatch.apply(model, types=Neighbours)
+    out = model[0](x, edges)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), [x, *model.parameters()]), wanted)
+    ran(model, 1)
+
+
+class Cache(nn.Module):
+    """Writes what it computes into slices of a buffer, by a name for the slice that another part of the graph gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("kept", torch.zeros(2, 8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        self.kept[:, : x.shape[1]].copy_(h.detach())
+        self.kept.narrow(1, 0, 1).mul_(0.5)
+        return self.kept.sum(1) + h.sum(1)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_slices_of_a_buffer_are_written_as_in_eager(grad: bool) -> None:
+    model = nn.Sequential(Cache())
+    twin = copy.deepcopy(model)
+    thunderpatch.apply(model, types=Cache)
+    with torch.set_grad_enabled(grad):
+        for length in (3, 4):
+            x = torch.randn(2, length, 4)
+            torch.testing.assert_close(model(x), twin(x))
+            torch.testing.assert_close(model[0].kept, twin[0].kept)
+    ran(model, 2)
