@@ -279,7 +279,7 @@ class Rotary(nn.Module):
     """Positions as a rotation in the complex plane, of pairs of real numbers that are a view of the input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        *_, length, heads, width = x.shape
+        length, _, width = x.shape[-3:]
         frequencies = 1.0 / 100 ** (torch.arange(0, width, 2).float() / width)
         angles = torch.outer(torch.arange(length).float(), frequencies)
         turned = torch.polar(torch.ones_like(angles), angles)[:, None]
