@@ -110,7 +110,8 @@ EVIDENCE: dict[str, Evidence] = {
     ),
     "hook": Evidence(hooked, lambda: (normal(3),)),
     "diagonal": Evidence(torch.diagonal, lambda: (normal(3, 3),)),
-    "var_mean": Evidence(lambda x: torch.var_mean(x, True), lambda: (normal(3, 3, grad=False),)),
+    "variance of all": Evidence(lambda x: torch.var_mean(x, True), lambda: (normal(3, 3, grad=False),)),
+    "unfold": Evidence(lambda x: x.unfold(0, 2, 1), lambda: (normal(5, 5, grad=False),)),
     "relu of NaN": Evidence(F.relu, lambda: (given(NAN, 1.0),)),
 }
 # The tracer of thunder takes minutes to say that it lacks the method; inside Dynamo, inductor's error becomes a

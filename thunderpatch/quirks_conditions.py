@@ -126,7 +126,7 @@ def without_its_first(node: fx.Node) -> bool:
 
 
 def unbiased_of_all(node: fx.Node) -> bool:
-    return op_name(node) == "var_mean" and isinstance(argument(node, 1, "unbiased"), bool)
+    return op_name(node) in ("var", "std", "var_mean", "std_mean") and isinstance(argument(node, 1, "unbiased"), bool)
 
 
 def pool_without_stride(node: fx.Node) -> bool:

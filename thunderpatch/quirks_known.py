@@ -108,7 +108,10 @@ QUIRKS: tuple[Quirk, ...] = (
         conditions.without_its_first,
         "thunder reads the first argument with beta=0, so that NaN in it spreads",
     ),
-    Quirk("var_mean", conditions.unbiased_of_all, "thunder takes the flag for a dimension"),
+    Quirk("variance of all", conditions.unbiased_of_all, "thunder takes the flag `unbiased` for a dimension"),
+    Quirk(
+        "unfold", method("unfold"), "thunder takes the method for the function of that name, which does something else"
+    ),
     Quirk("max", graded("max"), "thunder's gradient of max is NaN everywhere when one input is"),
     Quirk("index_put", graded("index_put"), "thunder loses gradients of index_put"),
     Quirk(

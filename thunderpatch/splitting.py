@@ -80,14 +80,17 @@ def _split(
 
 
 def _describable(gm: fx.GraphModule) -> None:
-    """Let complex views of real values, and what is cut from those, stand for themselves.
+    """Let those views stand for themselves that torch cannot describe by their base where a graph is cut.
 
-    Wherever a graph is cut, torch is asked to fake what passes: a view by way of its base, of which it makes a complex
-    one by `view_as_complex`. That takes bases alone whose last dimension is 2.
+    A complex view of real values it would make by `view_as_complex`, which takes no base but one whose last dimension
+    is 2; and where a view begins may be known to a tensor alone (`narrow`).
     """
     for node in gm.graph.nodes:
         fake = graphs.example(node)
-        if isinstance(fake, FakeTensor) and fake.is_complex() and fake._is_view() and not fake._base.is_complex():  # type: ignore[union-attr]
+        if not isinstance(fake, FakeTensor) or fake._base is None:
+            continue
+        recast = fake.is_complex() and not fake._base.is_complex()
+        if recast or not isinstance(fake.storage_offset(), int):
             with fake.fake_mode:
                 alone = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
             node.meta["example_value"] = alone.requires_grad_(fake.requires_grad)

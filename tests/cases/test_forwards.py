@@ -298,6 +298,25 @@ def test_positions_turn_pairs_of_numbers_in_the_complex_plane(grad: bool) -> Non
         torch.testing.assert_close(*(torch.autograd.grad(each.sin().sum(), x) for each in (out, want)))
 
 
+class From(nn.Module):
+    """A window that begins where a tensor says."""
+
+    def forward(self, x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        return x.narrow(1, start, 2) * 2
+
+
+def test_a_window_begins_where_a_tensor_says_at_each_call() -> None:
+    module, x = From(), torch.randn(3, 6, requires_grad=True)
+    thunderpatch.apply(module)
+    for start in (2, 0, 4):
+        out = module(x, torch.tensor(start))
+        torch.testing.assert_close(out, x[:, start : start + 2] * 2)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        torch.testing.assert_close(grad.sum(0), torch.tensor([6.0 * (start <= k < start + 2) for k in range(6)]))
+    (row,) = thunderpatch.report(module).rows
+    assert row.compiled_calls == row.calls == 3
+
+
 class Neighbours(nn.Module):
     """The mean over a node's neighbours in a graph; how many there are needs no gradient."""
 
