@@ -17,7 +17,8 @@ from .quirks_nodes import argument, inputs, needs_grad, op_name, outputs, tensor
 def complex_numbers(node: fx.Node) -> bool:
     if not any(t.is_complex() for t in [*inputs(node), *outputs(node)]):
         return False
-    return needs_grad(node) or not thunder_takes(node)
+    # The mean beside a variance would be real.
+    return needs_grad(node) or op_name(node) in ("var_mean", "std_mean") or not thunder_takes(node)
 
 
 def holds_subclass(node: fx.Node) -> bool:
@@ -102,9 +103,10 @@ def lacks_gradient(node: fx.Node) -> bool:
 
     Of nodes that need one the splitter finds out itself.
     """
-    if needs_grad(node) or not any(t.is_floating_point() for t in inputs(node)) or not thunder_takes(node):
+    sources = [n for n in node.all_input_nodes if any(map(_differentiable, tensors(n)))]
+    if needs_grad(node) or not sources or not thunder_takes(node):
         return False
-    source = next(n for n in node.all_input_nodes if any(t.is_floating_point() for t in tensors(n)))
+    source = sources[0]
     before = source.meta.get("example_value")
     try:
         source.meta["example_value"] = pytree.tree_map_only(Tensor, _graded, before)
@@ -114,7 +116,11 @@ def lacks_gradient(node: fx.Node) -> bool:
 
 
 def _graded(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
+    return tensor.detach().requires_grad_(_differentiable(tensor))
+
+
+def _differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def drops_everything(node: fx.Node) -> bool:

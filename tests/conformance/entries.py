@@ -19,6 +19,10 @@ from torch.utils import _pytree as pytree
 LISTEN = 60
 # Larger samples say nothing about rightness that smaller ones do not.
 MAX_ELEMENTS = 20_000
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.complex64),
+    *(torch.int64, torch.bool, torch.uint8, torch.float16),
+)
 UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 
 # Eager's own gradient at NaN depends on whether the element falls into a vector or into the rest of the loop.
@@ -176,7 +180,8 @@ def _op_samples(
     op: Any, dtype: torch.dtype, wanted: int, *, inplace: bool = False
 ) -> Iterator[tuple[str, Any, Any, Any]]:
     torch.manual_seed(0)
-    listened = itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd), LISTEN)
+    needs_grad = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+    listened = itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=needs_grad), LISTEN)
     samples = []
     with contextlib.suppress(StopIteration):
         for sample in listened:
@@ -245,8 +250,8 @@ def _entry(kind: str, source: Any, name: str, dtype: torch.dtype, make: Any) -> 
 def all_entries() -> list[Entry]:
     """List every entry: modules, ops and in-place variants, in each dtype that they support."""
     entries = []
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
-        if not dtype.is_complex and dtype != torch.bfloat16:
+    for dtype in DTYPES:
+        if dtype in (torch.float32, torch.float64):
             for info in module_db:
                 entries.append(_entry("module", info, info.name, dtype, module_cases))
         for op in op_db:
