@@ -30,8 +30,8 @@ NO_NAN = ("hardtanh", "relu6", "hardshrink", "softshrink", "hardsigmoid", "hards
 # What NaN and infinity become in a convolution depends on how the algorithm pads;
 # in the mean of a batch, how the variance beside it is computed.
 NO_SPECIAL = ("conv", "batch_norm", "instance_norm")
-# Eager itself reads where it must not, given the lengths and values that are made up here.
-ONLY_SAMPLES = ("_segment_reduce", "pdist")
+# Eager itself reads where it must not, or falls over NaN, given the lengths and values that are made up here.
+ONLY_SAMPLES = ("_segment_reduce", "pdist", "eigvals")
 
 
 @dataclass
