@@ -17,8 +17,11 @@ from .quirks_nodes import argument, inputs, needs_grad, op_name, outputs, tensor
 def complex_numbers(node: fx.Node) -> bool:
     if not any(t.is_complex() for t in [*inputs(node), *outputs(node)]):
         return False
-    # The mean beside a variance would be real.
-    return needs_grad(node) or op_name(node) in ("var_mean", "std_mean") or not thunder_takes(node)
+    return needs_grad(node) or op_name(node) in _WRONG_IN_COMPLEX or not thunder_takes(node)
+
+
+# Without a gradient too: the mean beside a variance is real, and a sigmoid at infinity not NaN.
+_WRONG_IN_COMPLEX = ("var_mean", "std_mean", "sigmoid", "expit", "special_expit")
 
 
 def holds_subclass(node: fx.Node) -> bool:
