@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import warnings
 import weakref
 from collections import defaultdict
@@ -21,6 +22,8 @@ from .lanes import Lane
 
 log = logging.getLogger("thunderpatch")
 
+# Between reading a number and writing it back another thread may do the same.
+_counting = threading.Lock()
 _SWITCHES = frozenset(["installed", "disabled", "latched"])
 
 
@@ -82,7 +85,8 @@ class Record:
             self.on = bool(state.get("installed")) and not state.get("disabled") and state.get("latched") is None
 
     def bypass(self, why: str) -> None:
-        self.bypassed[why] = self.bypassed.get(why, 0) + 1
+        with _counting:
+            self.bypassed[why] = self.bypassed.get(why, 0) + 1
 
     def enter(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Lane:
         """Choose the lane for a call: the first one, or one after hooks were added or removed anywhere."""
@@ -119,7 +123,8 @@ class Record:
 
     def note(self, ran: list[Graph], lane: Lane, *, compiled: bool) -> None:
         """Take account of a call that was not the usual one; raise what went wrong in it, if it is to be raised."""
-        self.other_calls += 1
+        with _counting:
+            self.other_calls += 1
         if self.raises is not None:
             self.reasons.append(self.raises)
             self.misled, self.raises = True, None
@@ -132,7 +137,8 @@ class Record:
                 self.latch(graph.error)
         if ran:
             in_thunder = [graph for graph in ran if not graph.eager]
-            self.other_compiled += bool(in_thunder)
+            with _counting:
+                self.other_compiled += bool(in_thunder)
             self.usual = ran[0] if len(ran) == 1 and in_thunder else self.usual
         else:
             self._ran_eager(lane)
