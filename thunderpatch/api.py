@@ -14,9 +14,10 @@ from .errors import (
     UnsupportedEnvironmentError,
 )
 from .gains import Benchmark
+from .handle import Patch
 from .numerics import verify
 from .observe import report
-from .patching import Patch, apply, disabled, is_patched, patched, restore, thunderfx
+from .patching import apply, disabled, is_patched, patched, restore, thunderfx
 from .reproducers import save_reproducers
 from .selection import select
 from .timing import benchmark

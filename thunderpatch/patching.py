@@ -1,12 +1,11 @@
-"""apply, restore, patched, disabled, thunderfx: what a user does to a model, and the handle on it."""
+"""apply, restore, patched, disabled, thunderfx: what a user does to a model."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -14,79 +13,14 @@ from . import fused, registry
 from .attribution import watch
 from .compat import load_thunder, load_thunderfx
 from .errors import AlreadyPatchedError, ArgumentError
+from .forward import PatchedForward
+from .handle import Patch, all_disabled
 from .options import Options, read_options
-from .record import Record
 from .regions import compiler_for
 from .selection import Nested, select
 from .tree import describe
 
-if TYPE_CHECKING:
-    from .reports import Report
-
 T = TypeVar("T")
-
-
-class Patch:
-    """A handle on what one `apply` installed, and on nothing else.
-
-    `len(patch)` is the number of modules that it owns and that are still patched by it. Used in a `with`
-    statement, it restores them at the end.
-    """
-
-    def __init__(self, model: nn.Module, installed: dict[str, nn.Module], options: Options) -> None:
-        self._model = weakref.ref(model)
-        self._owned = {fqn: weakref.ref(module) for fqn, module in installed.items()}
-        self._proxies = {fqn: weakref.ref(vars(module)["forward"]) for fqn, module in installed.items()}
-        self._options = options
-
-    @property
-    def modules(self) -> weakref.WeakValueDictionary[str, nn.Module]:
-        """The modules that this handle owns, by FQN; weak, so that the handle keeps no model alive."""
-        return weakref.WeakValueDictionary((fqn, module) for fqn, module in self._alive())
-
-    def _alive(self) -> Iterator[tuple[str, nn.Module]]:
-        for fqn, ref in self._owned.items():
-            module, proxy = ref(), self._proxies[fqn]()
-            if module is not None and proxy is not None:
-                record = proxy._self_record
-                # Installed again by a later handle, the record points to another proxy.
-                if record.installed and record.proxy is not None and record.proxy() is proxy:
-                    yield fqn, module
-
-    def restore(self) -> int:
-        """Put back what this handle installed; return how many that were. Again, it does nothing."""
-        alive = list(self._alive())
-        return sum(registry.uninstall(module) for _, module in reversed(alive))
-
-    @contextlib.contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Run the originals for the length of a `with` statement; compiled code is kept."""
-        with _disabled([module for _, module in self._alive()]):
-            yield
-
-    def report(self) -> Report:
-        """Return what ran where so far, for the model that was patched."""
-        from .observe import report
-
-        model = self._model()
-        if model is None:
-            raise ArgumentError("the model of this patch is gone; there is nothing to report")
-        return report(model)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self._alive())
-
-    def __enter__(self) -> Patch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.restore()
-
-    def __repr__(self) -> str:
-        alive = list(self._alive())
-        off = sum(1 for _, module in alive if (r := registry.active(module)) is not None and r.disabled)
-        state = f"{len(alive)} active" if not off else f"{len(alive) - off} active, {off} disabled"
-        return f"<Patch of {len(self._owned)} modules, {state}; {self._options}>"
 
 
 def apply(
@@ -138,12 +72,20 @@ def apply(
         double_backward=double_backward,
         isolate=isolate,
     )
-    selected = select(model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested)
-    new = {fqn: module for fqn, module in selected.items() if not _patched_alike(fqn, module, options)}
     compiler = compiler_for(options, watch, watch.owner)
     with _uncollected():
+        chosen = select(model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested)
+        new = {fqn: module for fqn, module in chosen.items() if not _patched_alike(fqn, module, options)}
         proxies = {fqn: registry.build(module, fqn, compiler) for fqn, module in new.items()}
     fused.warn_where_never_called(model, new)
+    with _uncollected():
+        return _install(model, new, proxies, options)
+
+
+def _install(
+    model: nn.Module, new: dict[str, nn.Module], proxies: dict[str, PatchedForward], options: Options
+) -> Patch:
+    """Put all proxies in place, or none."""
     done: list[nn.Module] = []
     try:
         for fqn, module in new.items():
@@ -197,11 +139,12 @@ def restore(
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"restore takes a torch.nn.Module, not {type(model).__name__}")
     some = types is not None or names is not None or where is not None or exclude is not None or repeated
-    if some:
-        chosen = select(model, types=types, names=names, where=where, exclude=exclude, repeated=repeated, nested=nested)
-        modules = list(chosen.values())
-    else:
-        modules = [module for _, module in registry.patched_below(model)]
+    with _uncollected():
+        if some:
+            by = {"types": types, "names": names, "where": where, "exclude": exclude}
+            modules = list(select(model, **by, repeated=repeated, nested=nested).values())
+        else:
+            modules = [module for _, module in registry.patched_below(model)]
     return sum(registry.uninstall(module) for module in reversed(modules))
 
 
@@ -221,20 +164,8 @@ def patched(model: nn.Module, **selectors_and_options: Any) -> Iterator[Patch]:
 @contextlib.contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Run the originals of all that is patched in `model` for the length of a `with` statement."""
-    with _disabled([module for _, module in registry.patched_below(model)]):
+    with all_disabled([module for _, module in registry.patched_below(model)]):
         yield
-
-
-@contextlib.contextmanager
-def _disabled(modules: Iterable[nn.Module]) -> Iterator[None]:
-    records: list[Record] = [record for m in modules if (record := registry.active(m)) is not None]
-    for record in records:
-        record.disabled += 1
-    try:
-        yield
-    finally:
-        for record in records:
-            record.disabled -= 1
 
 
 def is_patched(module: nn.Module) -> bool:

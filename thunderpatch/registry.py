@@ -65,7 +65,11 @@ def active(module: nn.Module) -> Record | None:
     """Return the record of the patch that is on the module now, under a foreign wrapper or not."""
     if "forward" not in vars(module):  # somebody deleted it
         return None
-    return next((record for record in records_of(module) if record.installed and _alive(record)), None)
+    return _in_force(records_of(module))
+
+
+def _in_force(records: list[Record]) -> Record | None:
+    return next((record for record in records if record.installed and _alive(record)), None)
 
 
 def _alive(record: Record) -> bool:
@@ -125,9 +129,11 @@ def uninstall(module: nn.Module) -> bool:
 
     A wrapper that somebody has put on top stays. What it wraps becomes inert: the same to its caller.
     """
-    record, proxy = active(module), proxy_of(module)
-    for known in records_of(module):
-        known.installed = False
+    proxy, records = proxy_of(module), records_of(module)
+    record = _in_force(records) if "forward" in vars(module) else None
+    for known in records:
+        if known.installed:
+            known.installed = False
     if proxy is not None:
         if proxy._self_local is None:
             del vars(module)["forward"]

@@ -54,9 +54,10 @@ def grow(model: nn.Module) -> Tree:
                 "because they are shared inside shared modules: select inside a part of it"
             )
         places.append(place)
-        prefix = f"{fqn}." if fqn else ""
-        children = [(prefix + name, child, index) for name, child in module._modules.items() if child is not None]
-        stack.extend(reversed(children))
+        if module._modules:
+            prefix = f"{fqn}." if fqn else ""
+            children = [(prefix + name, child, index) for name, child in module._modules.items() if child is not None]
+            stack.extend(reversed(children))
     return Tree(places, _with_forward(places))
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from torch import nn
 
-from .patching import Patch, apply
+from .handle import Patch
+from .patching import apply
 from .plans import COLUMNS, Choice, Plan
 from .tables import page, plain, screen
 
