@@ -32,7 +32,9 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import fx
 
+from . import graphs
 from .autograd import Gradient
 from .options import Options
 from .recomputation import Observed, Region, version
@@ -76,13 +78,14 @@ class Partition:
     messages which module it belongs to.
     """
 
-    def __init__(self, jitted: Any, original: Callable[..., Any], owner: str, options: Options) -> None:
+    def __init__(self, jitted: Any, original: fx.GraphModule, owner: str, options: Options) -> None:
         self.jitted, self.owner = jitted, owner
         self.region = Region.of(original, owner, options)
         self.seconds = 0.0
         self.direct = False  # whether calls go straight to the computation
         self._may_be_direct = options.direct
         self._differentiable = jitted._lc_cd.compile_options.get("is_differentiable_outputs")
+        self._leaves = graphs.grad_mode_after(original)
         self._gradients: dict[int, Gradient] = {}
         self._straight: Callable[..., Any] | None = None
         self._outputs = 0
@@ -98,7 +101,7 @@ class Partition:
         return [found[-1]] if found else []
 
     def _first_call(self, *args: Any) -> Any:
-        began = time.perf_counter()
+        began, grad_mode = time.perf_counter(), torch.is_grad_enabled()
         try:
             self.jitted._lc_cd.get_computation_and_inputs(*args)
         except Exception as error:
@@ -108,7 +111,7 @@ class Partition:
         observed = Observed(args)
         result, entry, inputs, to_epilogue, raw = self._run(args, observed)
         self._call = self._ordinary
-        if self._may_be_direct and not observed.mutated(args):
+        if self._may_be_direct and self._leaves in (None, grad_mode) and not observed.mutated(args):
             self._straight = self._direct(args, entry, inputs, to_epilogue, raw, result)
         if self._straight is not None:
             run, one = self._straight(range(len(args)), len(args)), isinstance(result, torch.Tensor)
@@ -122,10 +125,9 @@ class Partition:
 
     def _run(self, args: Sequence[Any], observed: Observed | None) -> tuple[Any, ...]:
         """Run with thunder's own checks of each call."""
-        data = self.jitted._lc_cd
+        data, grad_mode = self.jitted._lc_cd, torch.is_grad_enabled()
         with self._lock:
             entry, inputs, to_epilogue = data.get_computation_and_inputs(*args)
-            grad_mode = data.is_grad_enabled
             # thunder keeps several versions where arguments that are written to share storage.
             gradient = self._gradients.get(id(entry.computation_fn))
         if entry.backward_fn and gradient is None and observed is None:
@@ -140,7 +142,8 @@ class Partition:
             with torch.enable_grad():
                 raw = gradient.connect(args, raw, saved, others)
         result = entry.epilogue_fn(*to_epilogue, *raw)
-        torch.set_grad_enabled(grad_mode)
+        # thunder sets what its trace ends with at the first call only.
+        torch.set_grad_enabled(grad_mode if self._leaves is None else self._leaves)
         return result, entry, inputs, to_epilogue, raw
 
     def _direct(

@@ -138,3 +138,9 @@ def output(gm: fx.GraphModule) -> fx.Node:
 def operations(gm: fx.GraphModule) -> int:
     """Return how many operations a graph has."""
     return sum(node.op.startswith("call_") for node in gm.graph.nodes)
+
+
+def grad_mode_after(gm: fx.GraphModule) -> bool | None:
+    """Return the grad mode that a graph leaves behind; None where it leaves that alone."""
+    switches = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    return bool(switches[-1].args[0]) if switches else None
