@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -79,3 +81,40 @@ def test_gradients_of_a_direct_call_equal_eagers() -> None:
             module(given).square().sum().backward()
             grads.append([given.grad, *(p.grad for p in module.parameters())])
         torch.testing.assert_close(*grads)
+
+
+class SwitchesGradients(nn.Module):
+    """Switches gradients off in the thunder part before inductor's sort, and on in the one after it, if at all."""
+
+    def __init__(self, on_again: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.on_again = nn.Linear(4, 4), nn.Linear(4, 4), on_again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        torch.set_grad_enabled(False)
+        if not self.on_again:
+            return y * 2
+        z = self.second(torch.sort(y * 2).values)
+        torch.set_grad_enabled(True)
+        return self.second(y + z)
+
+
+@pytest.mark.parametrize("on_again", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_region_leaves_gradients_switched_as_eager_does(grad: bool, on_again: bool) -> None:
+    model, x = SwitchesGradients(on_again), torch.randn(3, 4)
+    eager = copy.deepcopy(model)
+    thunderpatch.apply(model)
+    for _ in range(3):
+        found = []
+        for each in (eager, model):
+            with torch.set_grad_enabled(grad):
+                out = each(x)
+                found.append((out.detach(), out.requires_grad, torch.is_grad_enabled()))
+            if on_again:
+                assert out.requires_grad
+                found[-1] += tuple(torch.autograd.grad(out.sin().sum(), [*each.parameters()], allow_unused=True))
+        torch.testing.assert_close(found[1], found[0])
+    (row,) = thunderpatch.report(model).rows
+    assert row.compiled_calls == row.calls == 3
