@@ -68,8 +68,9 @@ def _decide(gm: fx.GraphModule) -> tuple[dict[fx.Node, Route], Mutations]:
     for node in calls:
         if quirk := whole or next((quirk for quirk in QUIRKS if quirk.matches(node)), None):
             routes[node] = Route(quirk.name, node.name, quirk.target, quirk.reason)
-    for node in in_grad_mode(list(gm.graph.nodes)) if any(map(needs_grad, calls)) else ():
-        if node not in routes and node in calls and lacks_gradient(node):
+    graded = in_grad_mode(list(gm.graph.nodes)) if any(map(needs_grad, calls)) else ()
+    for node in calls:
+        if node in graded and node not in routes and lacks_gradient(node):
             routes[node] = Route(NO_GRADIENT.name, node.name, NO_GRADIENT.target, NO_GRADIENT.reason)
     found = mutations(gm, lambda node: routes.get(node, IN_THUNDER).target == THUNDER and thunder_takes(node))
     for node in found.outside:
