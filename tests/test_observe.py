@@ -492,3 +492,16 @@ def test_the_range_of_the_model_itself_has_a_name() -> None:
     model = Scaled()
     thunderpatch.apply(model)
     assert ranges(model, torch.randn(3)) == ["thunderpatch:(the model itself)"]
+
+
+def test_a_class_that_was_inlined_in_another_model_before_says_nothing_of_this_one() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    other, model = nn.Sequential(Plain()), nn.Sequential(Plain())
+    thunderpatch.apply(other, types=Plain)
+    torch.compile(other, backend="eager")(torch.ones(2))
+    thunderpatch.apply(model, types=Plain)
+    (row,) = report(model).rows
+    assert row.status is Status.NEVER_CALLED

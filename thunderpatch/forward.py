@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import time
 import types
 import weakref
 from collections.abc import Callable
@@ -47,11 +48,12 @@ def _taken_in(cls: type, isolate: bool) -> bool:
         return True
     if isolate and not torch.compiler.is_exporting():
         return False
-    inlined_classes.add(cls)
+    inlined_classes[cls] = time.monotonic()
     return True
 
 
-inlined_classes: weakref.WeakSet[type] = weakref.WeakSet()
+# class -> when an outer compiler last took in a patched module of it
+inlined_classes: weakref.WeakKeyDictionary[type, float] = weakref.WeakKeyDictionary()
 
 
 @torch.compiler.disable(reason="thunderpatch keeps this region for thunder (isolate=True)")  # type: ignore[untyped-decorator]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -135,7 +136,7 @@ def _uncalled(model: nn.Module, fqn: str, record: Record, above: str | None) -> 
     fused = why_never_called(model, fqn)
     if fused:
         return Status.BYPASSED, fused
-    if record.cls in inlined_classes:
+    if inlined_classes.get(record.cls, -math.inf) >= record.since:  # not those of a model before
         return Status.INLINED, f"an outer torch.compile takes the originals of {record.cls.__name__} modules in"
     return Status.NEVER_CALLED, ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import warnings
 import weakref
@@ -36,6 +37,7 @@ class Record:
         self.fqn, self.cls, self.compiler = fqn, type(module), compiler
         self.on = False  # whether calls may be compiled: what the three switches below come to
         self.installed = False
+        self.since = math.inf  # when it was installed last
         self.disabled = 0  # depth of `with disabled(...)`
         self.latched: BaseException | None = None
         self.group: regions.Group | None = None

@@ -7,6 +7,7 @@ never by attribute, since a foreign wrapper that delegates attributes would answ
 from __future__ import annotations
 
 import inspect
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -120,7 +121,7 @@ def install(module: nn.Module, proxy: PatchedForward) -> None:
     record.proxy = weakref.ref(proxy)
     if record.group is not None and not record.group.runs(module, proxy.__wrapped__):
         record.start_over()
-    record.installed = True
+    record.installed, record.since = True, time.monotonic()
     vars(module)["forward"] = proxy
 
 
@@ -153,7 +154,7 @@ def adopt(module: nn.Module, original: Callable[..., Any], proxy: PatchedForward
     """Return a proxy for a copy of a patched module: patched in its own right, on the same compiled code."""
     source: Record = proxy._self_record
     record = record_for(module, source.fqn, source.compiler)
-    record.installed, record.latched = source.installed, source.latched
+    record.installed, record.latched, record.since = source.installed, source.latched, source.since
     if is_method_of(module, original):  # anything else may know the source's weights
         record.group = source.group
         if () in source.lanes:
