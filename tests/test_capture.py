@@ -139,13 +139,10 @@ KINDS = {
 }
 
 
-# Breaks in the block itself are left to the slow tests: those in a child go the same way and further.
-BREAKS_IN_THE_BLOCK = ("list, graph break", "constant, graph break")
+QUICK = ("list", "constant, graph break")
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.slow] if k in BREAKS_IN_THE_BLOCK else []) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.slow) for k in KINDS])
 def test_40_blocks_that_know_their_own_number(kind):
     model = Stack([KINDS[kind](i) for i in range(40)])
     assert compare(model, torch.randn(2, 8), calls=2, repeated=True) == 40

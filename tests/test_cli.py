@@ -617,6 +617,7 @@ def test_ctrl_c_while_torch_is_imported_ends_clean(tmp_path: Path) -> None:
     assert (process.returncode, err) == (130, "thunderpatch: interrupted\n")
 
 
+@pytest.mark.slow  # and the README's first command
 def test_the_demo_shows_that_all_is_well() -> None:
     done = shell("demo", "--steps", "3")
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,8 @@ def objects() -> int:
     return len(gc.get_objects())
 
 
-@pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.slow
 def test_a_thousand_cycles_of_apply_call_and_restore_leave_nothing(training: bool) -> None:
     model, x = nn.Sequential(Block(), Block()), torch.randn(2, 4)
 
