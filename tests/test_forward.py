@@ -17,7 +17,9 @@ from torch import nn
 import thunderpatch
 from thunderpatch import ThunderPatchWarning
 from thunderpatch.capture import trail
+from thunderpatch.graph import compiling
 from thunderpatch.record import Record
+from thunderpatch.reports import Status
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -562,6 +564,68 @@ def test_first_calls_from_several_threads_are_right_and_counted() -> None:
     for got in found:
         torch.testing.assert_close(got, want)
     assert [(row.calls, row.compiled_calls) for row in thunderpatch.report(model)] == [(4, 4)] * 2
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_tracer_at_work_in_another_thread_is_waited_for(called: bool) -> None:
+    """torch notes in one place for all threads that a tracer is at work, which inductor's is while it compiles."""
+    model = nn.Sequential(Base(), Base())
+    want = model(X)
+    thunderpatch.apply(model, types=Base)
+    with torch.no_grad():
+        assert not called or model(X).shape == X.shape
+    began, go_on, got = threading.Event(), threading.Event(), []
+
+    def compile_something() -> None:
+        with compiling, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
+            began.set()
+            assert go_on.wait(60)
+
+    threads = [threading.Thread(target=compile_something), threading.Thread(target=lambda: got.append(model(X)))]
+    threads[0].start()
+    assert began.wait(60)
+    threads[1].start()
+    threads[1].join(0.3)
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    torch.testing.assert_close(got, [want])
+    assert [(row.calls, row.compiled_calls) for row in thunderpatch.report(model)] == [(1 + called,) * 2] * 2
+
+
+def test_a_compiler_at_work_in_another_thread_keeps_no_call_from_being_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = Base()
+    thunderpatch.apply(module)
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    torch.testing.assert_close(module(X), module.linear(X))
+    assert [(row.calls, row.compiled_calls) for row in thunderpatch.report(module)] == [(1, 1)]
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_an_fx_tracer_meets_the_original_and_costs_the_compiled_code_nothing(called: bool) -> None:
+    model = nn.Sequential(Base(), Base())
+    want = model(X)
+    thunderpatch.apply(model, types=Base)
+    assert not called or model(X).shape == X.shape
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_module", "call_module", "output"]
+    torch.testing.assert_close([traced(X), model(X)], [want, want])
+    assert [(row.calls, row.compiled_calls) for row in thunderpatch.report(model)] == [(1 + called,) * 2] * 2
+
+
+def test_a_call_beside_a_tracer_that_does_not_end_runs_its_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Base()
+    thunderpatch.apply(module)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
+        torch.testing.assert_close(module(X), module.linear(X))
+    [row] = thunderpatch.report(module)
+    assert (row.calls, row.status) == (0, Status.BYPASSED)
+    module(X)
+    assert [(row.calls, row.compiled_calls) for row in thunderpatch.report(module)] == [(1, 1)]
 
 
 def test_coroutines_that_call_it_from_worker_threads_get_right_answers() -> None:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import wrapt
 from torch import nn
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils.hooks import RemovableHandle
 
 from . import capture
 from .capture import trail
+from .graph import compiling
 from .record import Record, log
 
 _is_jit_tracing = torch._C._is_tracing
@@ -31,6 +31,10 @@ _functorch_level = torch._C._functorch.maybe_current_level
 _forward_ad: Any = torch.autograd.forward_ad
 if not hasattr(_forward_ad, "_current_level"):
     _forward_ad = types.SimpleNamespace(_current_level=-1)
+# Set while a `torch.fx` tracer is at work in any thread: inductor's own, too. Where torch tells it otherwise, none is.
+_tracer: Any = torch.fx._symbolic_trace
+if not hasattr(_tracer, "_is_fx_tracing_flag"):
+    _tracer = types.SimpleNamespace(_is_fx_tracing_flag=False)
 # Where torch tells whether a profiler is active, as its own modules ask it; where it does not, none is.
 _profiler: Any = torch.autograd.profiler
 if not hasattr(_profiler, "_is_profiler_enabled"):
@@ -89,10 +93,12 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
             or _dispatch_modes()
             or _functorch_level() is not None
             or _forward_ad._current_level >= 0
+            or (_tracer._is_fx_tracing_flag and _traced(args, kwargs))
         ):
             return self._self_bypass(args, kwargs)
         if record.handles_seen != RemovableHandle.next_id:
-            if torch.compiler.is_compiling() or is_fx_symbolic_tracing():
+            # This thread compiles something; `torch.compiler.is_compiling` does not tell threads apart.
+            if torch._guards.TracingContext.try_get() is not None:
                 return self._self_bypass(args, kwargs)
             record.enter(self._self_module, self.__wrapped__, args, kwargs)
         lane, usual, graphs, compilations = record.lane, record.usual, trail.graphs, trail.compilations
@@ -100,6 +106,8 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
         try:
             # The usual graph has run before, so that Dynamo is normally left with evaluating its guards.
             call = lane.call if usual is None else lane.again  # type: ignore[union-attr]
+            if _tracer._is_fx_tracing_flag and call is lane.call and _traced_elsewhere():  # type: ignore[union-attr]
+                return self._self_bypass(args, kwargs)
             if _profiler._is_profiler_enabled:
                 call = _in_a_range(record, call)
             result = call(self._self_module, *args, **kwargs)
@@ -187,6 +195,20 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
 
     def __eq__(self, other: object) -> bool:
         return self is other or self.__wrapped__ == other
+
+
+def _traced(args: Any, kwargs: Any) -> bool:
+    """Whether a call is one that a `torch.fx` tracer makes."""
+    return any(isinstance(leaf, torch.fx.Proxy) for leaf in torch.utils._pytree.tree_leaves((args, kwargs)))
+
+
+def _traced_elsewhere() -> bool:
+    """Whether a `torch.fx` tracer is at work even after what we compile in other threads is done.
+
+    Dynamo's wrapper of a compiled function then raises, in whichever thread the tracer may be.
+    """
+    with compiling:
+        return bool(_tracer._is_fx_tracing_flag)
 
 
 def _in_a_range(record: Record, call: Callable[..., Any]) -> Callable[..., Any]:
