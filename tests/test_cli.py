@@ -501,7 +501,8 @@ def test_a_region_that_cannot_be_compiled_is_reported_with_the_others_and_has_a_
     assert "It runs uncompiled after CompileError" in (folder / "1.py").read_text()
 
 
-@pytest.mark.parametrize("data", [pytest.param((), marks=pytest.mark.slow), ("--data",)])
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [(), ("--data",)])
 def test_report_writes_reproducers_that_run(
     data: tuple[str, ...], models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -514,6 +515,7 @@ def test_report_writes_reproducers_that_run(
     assert ran.status == 0 and "values agree" in ran.output
 
 
+@pytest.mark.slow
 def test_verify_writes_reproducers_of_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "scripts"
     line = f"verify faulty:Model --names first,middle,last --input 3x4 --data --reproducers {folder}"
@@ -524,7 +526,9 @@ def test_verify_writes_reproducers_of_what_differs(tmp_path: Path, capsys: pytes
     assert "middle: differs: output[1] is off by" in (folder / "middle.py").read_text()
 
 
-@pytest.mark.parametrize("verb", ["list", "report", "verify", "culprits", "bench", "tune"])
+@pytest.mark.parametrize(
+    "verb", ["list", "report", "verify", "culprits", pytest.param("bench", marks=pytest.mark.slow), "tune"]
+)
 def test_each_verb_does_its_work_on_a_file_of_the_user(
     verb: str, models: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -586,6 +590,7 @@ def test_a_pipe_gets_plain_text_of_80_columns() -> None:
     assert "\x1b" not in done.stdout and max(map(len, done.stdout.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_a_reader_who_stops_reading_sees_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -259,6 +259,7 @@ def test_a_user_who_has_imported_thunder_before_keeps_it_or_is_helped() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_thunder_imported_before_survives_a_failing_thunder_dynamo() -> None:
     run(
         BREAK_THUNDER
@@ -424,6 +425,7 @@ def test_value_and_gradients_equal_eager(block: type[Block]) -> None:
     assert any(info.thunder_compiled_fns for info in compiler.subgraph_infos)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SPLITS_LAZILY, reason="this torch splits into plain graph modules")
 def test_thunder_still_needs_plain_graph_modules() -> None:
     compat.load_thunder()

@@ -360,6 +360,7 @@ def _answer(pipe: Any) -> None:
     pipe.send((plain, model(x).detach().numpy()))
 
 
+@pytest.mark.slow
 def test_a_spawned_process_gets_a_plain_model_and_patches_its_own(model: Net, x: torch.Tensor) -> None:
     want = model(x)
     thunderpatch.apply(model, types=Block)

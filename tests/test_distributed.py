@@ -138,6 +138,7 @@ def check_ddp_itself() -> None:
         torch.testing.assert_close(ddp_steps(model, "whole"), want)
 
 
+@pytest.mark.slow
 def test_patching_ddp_itself_trains_right(world: World) -> None:
     world.run(check_ddp_itself)
 

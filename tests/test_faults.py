@@ -193,11 +193,13 @@ def train(model: nn.Module, steps: int = STEPS) -> list[Tensor]:
     return [*losses, *gradients, *model.parameters(), *model.buffers(), torch.get_rng_state()]
 
 
+SLOW = ("thunder, before inductor", "no C++ compiler")
+STAGES = [pytest.param(stage, marks=[pytest.mark.slow] if stage in SLOW else []) for stage in FORWARD]
 FIRST_OR_LAST = [pytest.param(0, marks=pytest.mark.slow), 2]
 
 
 @pytest.mark.parametrize("place", FIRST_OR_LAST)
-@pytest.mark.parametrize("stage", FORWARD)
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_failing_forward_raises_with_its_name_and_leaves_state_and_random_numbers(stage: str, place: int) -> None:
     fault, fragile = FORWARD[stage]
     model = chain(fragile, place)
@@ -217,7 +219,7 @@ def test_a_failing_forward_raises_with_its_name_and_leaves_state_and_random_numb
 
 
 @pytest.mark.parametrize("place", FIRST_OR_LAST)
-@pytest.mark.parametrize("stage", FORWARD)
+@pytest.mark.parametrize("stage", STAGES)
 def test_with_on_error_eager_the_failing_module_trains_as_its_original_and_says_so_once(stage: str, place: int) -> None:
     fault, fragile = FORWARD[stage]
     model = chain(fragile, place)

@@ -157,7 +157,7 @@ globs = st.lists(segments | st.just("**"), min_size=1, max_size=5).map(".".join)
 fqns = st.lists(st.text("ab+\\\n", min_size=1, max_size=4), min_size=1, max_size=5).map(".".join) | st.just("")
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(globs, fqns)
 @example("**.**.a", "a")
 @example("a.**.**", "a.b")

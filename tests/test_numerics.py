@@ -22,7 +22,11 @@ def test_modules_that_are_right_are_equal_and_so_is_the_whole_model() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "what"),
-    [("output", "output[1]"), ("gradient", "gradient of argument 0"), ("buffer", "buffer seen")],
+    [
+        ("output", "output[1]"),
+        pytest.param("gradient", "gradient of argument 0", marks=pytest.mark.slow),
+        pytest.param("buffer", "buffer seen", marks=pytest.mark.slow),
+    ],
 )
 def test_the_one_wrong_module_is_named_with_what_differs_and_the_stage(fault: str, what: str) -> None:
     with compiled_wrongly(fault):

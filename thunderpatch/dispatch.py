@@ -10,8 +10,10 @@ thunder checks, at each call            why it need not
 ======================================  =====================================================================
 shape, dtype, device, requires_grad     TENSOR_MATCH guards of Dynamo; sizes are static here, since a graph with
                                         symbolic sizes is split into static ones first (`symbols.specialise`)
-grad mode, default dtype and device,    Dynamo's global-state guards; these are also in the key under which a
-autocast                                compiled graph is found again (`graph.settings`)
+grad mode, default dtype, autocast      Dynamo's global-state guards; these are also in the key under which a
+                                        compiled graph is found again (`graph.settings`)
+default device                          Dynamo guards on it; in the graph each operation names its device
+inference mode                          Dynamo's guard; the same computation then makes inference tensors
 numbers and strings, module attributes  constants of the captured graph, guarded by Dynamo
 aliasing of arguments                   matters only when an argument is written to: then not direct
 tensor subclasses (DTensor, ...)        only torch.Tensor and Parameter are taken; Dynamo guards the type
@@ -86,7 +88,7 @@ class Partition:
         self._may_be_direct = options.direct
         self._differentiable = jitted._lc_cd.compile_options.get("is_differentiable_outputs")
         self._leaves = graphs.grad_mode_after(original)
-        self._gradients: dict[int, Gradient] = {}
+        self._gradients: dict[Callable[..., Any], Gradient] = {}  # by thunder's backward
         self._straight: Callable[..., Any] | None = None
         self._outputs = 0
         self._lock = threading.Lock()
@@ -129,7 +131,7 @@ class Partition:
         with self._lock:
             entry, inputs, to_epilogue = data.get_computation_and_inputs(*args)
             # thunder keeps several versions where arguments that are written to share storage.
-            gradient = self._gradients.get(id(entry.computation_fn))
+            gradient = self._gradients.get(entry.backward_fn)
         if entry.backward_fn and gradient is None and observed is None:
             observed = Observed(args)
         raw = entry.computation_fn(*inputs)
@@ -138,7 +140,7 @@ class Partition:
             if gradient is None:
                 assert observed is not None
                 gradient = Gradient(self.region, entry.backward_fn, self._differentiable, args, (raw, saved), observed)
-                self._gradients[id(entry.computation_fn)] = gradient
+                self._gradients[entry.backward_fn] = gradient
             with torch.enable_grad():
                 raw = gradient.connect(args, raw, saved, others)
         result = entry.epilogue_fn(*to_epilogue, *raw)
@@ -160,7 +162,7 @@ class Partition:
             return None
         if entry.backward_fn is not None and not torch.is_grad_enabled():
             return None
-        gradient = self._gradients.get(id(entry.computation_fn))
+        gradient = self._gradients.get(entry.backward_fn)
         return functools.partial(_straight, _bare(entry.computation_fn), gradient, order)
 
     def fused(self, given: Sequence[int], count: int, outputs: int) -> Callable[..., Any] | None:

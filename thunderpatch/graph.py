@@ -202,15 +202,17 @@ def without_frames(error: _Error) -> _Error:
 
 
 def settings() -> tuple[Any, ...]:
-    """Return the global state that a compiled graph depends on and that its nodes do not show."""
-    devices = ("cpu", "cuda")
+    """Return the global state that a compiled graph depends on and that its nodes do not show.
+
+    Inference mode and the default device are not among it: Dynamo switches the one off while it calls a backend, and
+    what depends on the other names its device in the graph.
+    """
+    enabled = {d: torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)}
     return (
         torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
-        str(torch.get_default_device()),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
-        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
+        tuple(enabled.items()),
         torch.is_autocast_cache_enabled(),
     )

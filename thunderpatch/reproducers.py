@@ -120,9 +120,8 @@ def _script(graph: Graph, names: Mapping[str, str], path: Path, inputs: list[Any
     if beside:
         torch.save(beside, saved)
     options, left_out = _options(graph)
-    grad, inference, dtype, device, deterministic, precision, autocast, _ = graph.settings
-    kinds = {kind: given for kind, (on, given) in zip(("cpu", "cuda"), autocast, strict=True) if on}
-    state = f"{grad}, {inference}, {dtype}, {device!r}, {deterministic}, {precision!r}, {kinds!r}"
+    grad, dtype, deterministic, precision, autocast, _ = graph.settings
+    state = f"{grad}, {dtype}, {deterministic}, {precision!r}, {dict(autocast)!r}"
     own, imports = _harness()
     return "\n".join(
         [

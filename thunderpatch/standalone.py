@@ -88,17 +88,13 @@ def thunder_backend(options: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def surroundings(
-    grad: bool, inference: bool, dtype: torch.dtype, device: str, deterministic: bool, precision: str, autocast: Any
-) -> Iterator[None]:
+def surroundings(grad: bool, dtype: torch.dtype, deterministic: bool, precision: str, autocast: Any) -> Iterator[None]:
     """Set what was set when the graph was captured. Defaults are not put back: the script ends with this."""
     torch.set_default_dtype(dtype)
-    if device != str(torch.get_default_device()):
-        torch.set_default_device(device)
     torch.use_deterministic_algorithms(deterministic)
     torch.set_float32_matmul_precision(precision)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(grad))
+        stack.enter_context(torch.set_grad_enabled(grad))
         for kind, autocast_dtype in autocast.items():
             stack.enter_context(torch.autocast(kind, autocast_dtype))
         yield

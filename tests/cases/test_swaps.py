@@ -62,7 +62,9 @@ PAIRS = {"parametrize": (skewed, unskewed), "prune": (pruned, unpruned), "weight
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("what", [{"types": Block}, {"types": nn.Linear}], ids=["blocks", "Linears"])
+@pytest.mark.parametrize(
+    "what", [pytest.param({"types": Block}, marks=pytest.mark.slow), {"types": nn.Linear}], ids=["blocks", "Linears"]
+)
 def test_what_is_put_on_a_weight_and_taken_off_between_calls_is_followed_and_restored(
     model: nn.Sequential, x: torch.Tensor, pair: str, what: dict[str, Any]
 ) -> None:
