@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import thunderpatch
-from thunderpatch.dispatch import Partition
+from thunderpatch.dispatch import Partition, _bare
 
 
 class Unit(nn.Module):
@@ -140,9 +141,14 @@ Run = dict[str, Any]  # what a first run hands to `_direct`, by the names of its
 numbers = itertools.count(2)
 
 
-def first_run(grad: bool = True) -> tuple[Partition, Run]:
+class Pair(Unit):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x), x.sin()
+
+
+def first_run(grad: bool = True, kind: type[Unit] = Unit) -> tuple[Partition, Run]:
     """Return a partition and what its first run came to."""
-    model, x = Unit(next(numbers)), torch.randn(3, 4)
+    model, x = kind(next(numbers)), torch.randn(3, 4)
     thunderpatch.apply(model)
     with torch.set_grad_enabled(grad):
         model(x)
@@ -161,6 +167,10 @@ def part_inputs(part: Partition) -> list[torch.Tensor]:
 
 def another_version(part: Partition, run: Run) -> None:
     part.jitted._lc_cs.interpreter_cache.append(run["entry"])
+
+
+def the_backward_of_another_version(part: Partition, run: Run) -> None:
+    run["entry"] = run["entry"]._replace(backward_fn=lambda *args: args)
 
 
 def something_for_the_epilogue(part: Partition, run: Run) -> None:
@@ -195,6 +205,7 @@ def results_in_something_else_than_a_tuple(part: Partition, run: Run) -> None:
     "change",
     [
         another_version,
+        the_backward_of_another_version,
         something_for_the_epilogue,
         an_argument_of_a_subclass,
         an_input_that_the_prologue_made,
@@ -203,8 +214,11 @@ def results_in_something_else_than_a_tuple(part: Partition, run: Run) -> None:
         results_in_something_else_than_a_tuple,
     ],
 )
-def test_what_is_not_recognised_takes_the_ordinary_way(change: Callable[[Partition, Run], None], grad: bool) -> None:
-    part, run = first_run(grad)
+@pytest.mark.parametrize("kind", [Unit, Pair])
+def test_what_is_not_recognised_takes_the_ordinary_way(
+    kind: type[Unit], change: Callable[[Partition, Run], None], grad: bool
+) -> None:
+    part, run = first_run(grad, kind)
     with torch.set_grad_enabled(grad):
         assert part._direct(**run) is not None
         change(part, run)
@@ -266,10 +280,12 @@ def test_a_computation_with_side_effects_on_its_arguments_is_not_called_directly
 def test_one_gradient_serves_all_calls_of_a_computation(direct: bool) -> None:
     model, x = Unit(next(numbers)), torch.randn(3, 4)
     thunderpatch.apply(model, direct=direct)
-    for _ in range(3):
-        model(x).sum().backward()
+    model(x).sum().backward()
     (part,) = partitions(model)
-    assert len(part._gradients) == 1
+    (first,) = part._gradients.values()
+    for _ in range(2):
+        model(x).sum().backward()
+        assert list(part._gradients.values()) == [first]
 
 
 def test_a_whole_graph_is_its_partition_only_where_it_returns_all_that_the_partition_does() -> None:
@@ -292,6 +308,30 @@ def test_under_autocast_the_wrappers_of_a_computation_stay() -> None:
         assert got.dtype == want.dtype == torch.bfloat16
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
     assert [part.direct for part in partitions(model)] == [True]
+
+
+def generated(function: Callable[..., Any]) -> bool:
+    return function.__code__.co_filename.startswith("thunder.")
+
+
+def test_without_gradients_a_direct_call_is_the_function_that_thunder_generated() -> None:
+    """And nothing around it, but under autocast, which one of the wrappers switches off."""
+    part, run = first_run(grad=False)
+    count = len(run["args"])
+    with torch.no_grad():
+        made = part._direct(**run)
+        assert made is not None and generated(made(range(count), count))
+        with torch.autocast("cpu", torch.bfloat16):
+            made = part._direct(**run)
+        assert made is not None and not generated(made(range(count), count))
+
+
+def test_of_a_function_that_thunder_did_not_generate_the_wrappers_stay() -> None:
+    @functools.wraps(first_run)
+    def other() -> None: ...
+
+    with torch.no_grad():
+        assert _bare(other) is other
 
 
 def test_a_direct_call_leaves_no_graph_of_its_own_and_gradients_as_they_were() -> None:

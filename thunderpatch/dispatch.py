@@ -152,18 +152,21 @@ class Partition:
         self, args: Sequence[Any], entry: Any, inputs: Any, to_epilogue: Any, raw: Any, result: Any
     ) -> Callable[..., Any] | None:
         """Return what makes functions that call the computation itself; None where that may not be the same."""
-        stats = self.jitted._lc_cs
-        if len(stats.interpreter_cache) != 1 or to_epilogue:
+        versions = self.jitted._lc_cs.interpreter_cache
+        if len(versions) != 1 or to_epilogue:
+            return None
+        # What a call is handed has a clock around its computation, for thunder's statistics.
+        computation, backward = versions[0].computation_fn, versions[0].backward_fn
+        if backward is not entry.backward_fn:
             return None
         if not all(type(arg) in _PLAIN for arg in args):
             return None
         order = [place for value in inputs if (place := _place(value, args)) is not None]
         if len(order) != len(inputs) or not _gives_back(result, raw):
             return None
-        if entry.backward_fn is not None and not torch.is_grad_enabled():
+        if backward is not None and not torch.is_grad_enabled():
             return None
-        gradient = self._gradients.get(entry.backward_fn)
-        return functools.partial(_straight, _bare(entry.computation_fn), gradient, order)
+        return functools.partial(_straight, _bare(computation), self._gradients.get(backward), order)
 
     def fused(self, given: Sequence[int], count: int, outputs: int) -> Callable[..., Any] | None:
         """Return a function for a whole graph that does nothing but call this partition, once that has run directly.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any, Final
 
@@ -40,20 +40,38 @@ def why_unpatchable(module: nn.Module) -> str | None:
     `nn.DataParallel`, lazy modules before their first run, and a `forward` that is a generator, a coroutine,
     a property or a TorchScript function. Looks at the module alone, not at what is below it.
     """
-    cls = type(module)
+    return reasons([module])[0]
+
+
+def reasons(modules: Iterable[nn.Module]) -> list[str | None]:
+    """Return `why_unpatchable` of each module; a class is looked at once, however many modules are of it."""
+    found: list[str | None] = []
+    of_class: dict[type, tuple[str | None, str | None]] = {}
+    for module in modules:
+        cls = type(module)
+        if cls not in of_class:
+            of_class[cls] = _reason_of_class(cls), _reason_of_forward(forward_of(cls))
+        reason, of_forward = of_class[cls]
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+            reason = reason or "is lazy and has no parameters yet: run the model once first"
+        own = vars(module).get("forward")
+        found.append(reason or (_reason_of_forward(own) if own is not None else of_forward))
+    return found
+
+
+def _reason_of_class(cls: type) -> str | None:
     for base in cls.__mro__:
         reason = _REASONS.get(f"{base.__module__}.{base.__qualname__}")
         if reason is not None:
             return reason
-    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-        return "is lazy and has no parameters yet: run the model once first"
-    own = _class_forward(cls)
-    if hasattr(type(own), "__set__") or hasattr(type(own), "__delete__"):
+    own = type(forward_of(cls))
+    if hasattr(own, "__set__") or hasattr(own, "__delete__"):
         return "has a property as its forward, which hides what is set on the instance: make it a method"
-    return _reason_of_forward(vars(module).get("forward") or own)
+    return None
 
 
-def _class_forward(cls: type) -> object:
+def forward_of(cls: type) -> object:
+    """Return what a class has for a forward: the very object, not what it gives when asked for by an instance."""
     # Not getattr, which would run descriptors, and much faster than inspect.getattr_static.
     return next((vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base)), None)
 

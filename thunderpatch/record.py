@@ -25,21 +25,37 @@ log = logging.getLogger("thunderpatch")
 
 # Between reading a number and writing it back another thread may do the same.
 _counting = threading.Lock()
-_SWITCHES = frozenset(["installed", "disabled", "latched"])
+
+
+class _Switch:
+    """An attribute that decides, with the others of its kind, whether calls may be compiled."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, record: Any, owner: type) -> Any:
+        return self if record is None else vars(record)[self._name]
+
+    def __set__(self, record: Record, value: Any) -> None:
+        state = vars(record)
+        state[self._name] = value
+        record.on = state["_installed"] and not state["_disabled"] and state["_latched"] is None
 
 
 class Record:
     """What is known of one patched module. It holds the module weakly, and outlives the patch."""
 
+    installed = _Switch()
+    disabled = _Switch()  # depth of `with disabled(...)`
+    latched = _Switch()  # the error after which it runs its original
+
     def __init__(self, module: nn.Module, fqn: str, compiler: Compiler) -> None:
         self.module = weakref.ref(module)
         self.proxy: weakref.ref[Any] | None = None
         self.fqn, self.cls, self.compiler = fqn, type(module), compiler
-        self.on = False  # whether calls may be compiled: what the three switches below come to
-        self.installed = False
+        self.on = False  # whether calls may be compiled: what the three switches come to
+        self._installed, self._disabled, self._latched = False, 0, None
         self.since = math.inf  # when it was installed last
-        self.disabled = 0  # depth of `with disabled(...)`
-        self.latched: BaseException | None = None
         self.group: regions.Group | None = None
         self.lane: Lane | None = None
         self.hooked: hooks.State = ()
@@ -79,12 +95,6 @@ class Record:
     @property
     def compiled_calls(self) -> int:
         return self.usual_calls + self.other_compiled
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        if name in _SWITCHES:
-            state = vars(self)
-            self.on = bool(state.get("installed")) and not state.get("disabled") and state.get("latched") is None
 
     def bypass(self, why: str) -> None:
         with _counting:

@@ -6,7 +6,6 @@ never by attribute, since a foreign wrapper that delegates attributes would answ
 
 from __future__ import annotations
 
-import inspect
 import time
 import warnings
 import weakref
@@ -19,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .compiler import Compiler
 from .errors import ThunderPatchWarning
 from .forward import PatchedForward
+from .patchable import forward_of
 from .record import Record
 from .regions import is_method_of
 from .tree import grow
@@ -108,11 +108,11 @@ def build(module: nn.Module, fqn: str, compiler: Compiler) -> PatchedForward:
 
 def class_forward(module: nn.Module) -> Callable[..., Any]:
     """Return what `module.forward` is when nothing is set on the instance."""
-    own = inspect.getattr_static(type(module), "forward")
+    own = forward_of(type(module))
     # What is no descriptor (a callable object) is the same for class and instance.
     bind = getattr(type(own), "__get__", None)
-    forward: Callable[..., Any] = own if bind is None else bind(own, module, type(module))
-    return forward
+    forward: Any = own if bind is None else bind(own, module, type(module))
+    return forward  # type: ignore[no-any-return]
 
 
 def install(module: nn.Module, proxy: PatchedForward) -> None:

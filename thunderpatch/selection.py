@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .errors import ArgumentError, SelectionError, ThunderPatchWarning
-from .patchable import why_unpatchable
+from .patchable import reasons, why_unpatchable
 from .selectors import (
     Exclude,
     Names,
@@ -180,10 +180,10 @@ def _patchable(matches: _Matches, tree: Tree, nested: Nested) -> tuple[dict[str,
     while True:
         kept = keep_nested(tree, matches, nested)
         chosen = {key: match for key, match in matches.items() if key in kept}
-        reasons = {key: reason for key, (_, module) in chosen.items() if (reason := why_unpatchable(module))}
-        if not reasons:
+        whys = dict(zip(chosen, reasons(module for _, module in chosen.values()), strict=True))
+        if not any(whys.values()):
             return _by_fqn(chosen), skipped
-        skipped += [f"{describe(*matches.pop(key))} {reason}" for key, reason in reasons.items()]
+        skipped += [f"{describe(*matches.pop(key))} {why}" for key, why in whys.items() if why]
 
 
 def _by_fqn(chosen: _Matches) -> dict[str, nn.Module]:
