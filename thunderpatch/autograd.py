@@ -142,8 +142,8 @@ _apply: Callable[..., Any] = getattr(super(torch.autograd.Function, _Connected),
 def _views(outputs: Sequence[Any], args: Sequence[Any]) -> tuple[dict[int, int], list[int]]:
     """Return which outputs are views of which arguments, and which are the only output in a memory of their own."""
     found = {k: output for k, output in enumerate(outputs) if is_tensor(output) and output._is_view()}
-    places = [_place(output) for output in outputs]
-    inputs = {_place(arg): i for i, arg in enumerate(args) if is_tensor(arg)}
+    places = [_address(output) for output in outputs]
+    inputs = {_address(arg): i for i, arg in enumerate(args) if is_tensor(arg)}
     inputs.pop(None, None)
     of = {
         k: inputs[places[k]]
@@ -157,5 +157,5 @@ def _views(outputs: Sequence[Any], args: Sequence[Any]) -> tuple[dict[int, int],
     return of, [k for k in found if places[k] not in inputs and places.count(places[k]) == 1]
 
 
-def _place(value: Any) -> int | None:
+def _address(value: Any) -> int | None:
     return value.untyped_storage().data_ptr() or None if is_tensor(value) and value.layout is torch.strided else None

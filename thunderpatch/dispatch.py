@@ -39,38 +39,13 @@ from torch import fx
 from . import graphs
 from .autograd import Gradient
 from .options import Options
-from .recomputation import Observed, Region, version
+from .recomputation import Observed, Region
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class CompileFailure(Exception):
     """Carries, as its cause, what went wrong while thunder compiled; nothing of the partition has run."""
-
-
-class Snapshot:
-    """Keeps random state and inputs as they are before a first run, to put them back if that run fails.
-
-    Inputs are copied only when several parts run, since a part that fails to compile has not run itself.
-    """
-
-    def __init__(self, inputs: Sequence[Any], several: bool) -> None:
-        tensors = [t for t in inputs if isinstance(t, torch.Tensor) and type(t) is not torch.nn.Parameter]
-        self._copies = [(t, version(t), t.detach().clone()) for t in tensors] if several else []
-        self._random = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._gradients = torch.is_grad_enabled()  # a compiler that fails may leave them switched off
-
-    def put_back(self) -> None:
-        torch.set_grad_enabled(self._gradients)
-        with torch.no_grad():
-            for tensor, before, copy in self._copies:
-                # batch_norm changes its statistics and does not count that as a write; nor is this one counted.
-                if version(tensor) != before or not torch.equal(tensor, copy):
-                    tensor.data.copy_(copy)
-        torch.set_rng_state(self._random)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
 
 
 class Partition:
@@ -161,7 +136,7 @@ class Partition:
             return None
         if not all(type(arg) in _PLAIN for arg in args):
             return None
-        order = [place for value in inputs if (place := _place(value, args)) is not None]
+        order = [place for value in inputs if (place := _index(value, args)) is not None]
         if len(order) != len(inputs) or not _gives_back(result, raw):
             return None
         if backward is not None and not torch.is_grad_enabled():
@@ -179,7 +154,7 @@ class Partition:
         return self._straight(given, count)  # type: ignore[no-any-return]
 
 
-def _place(value: Any, among: Sequence[Any]) -> int | None:
+def _index(value: Any, among: Sequence[Any]) -> int | None:
     return next((i for i, other in enumerate(among) if other is value), None)
 
 

@@ -20,11 +20,12 @@ from . import aliasing, capture, graphs, quirks, splitting, symbols
 from .capture import trail
 from .checking import check
 from .compat import backend_context
-from .dispatch import CompileFailure, Partition, Snapshot
+from .dispatch import CompileFailure, Partition
 from .errors import CompileError, interrupted
 from .options import Options
 from .quirks_known import EAGER
 from .quirks_nodes import runs_as_captured
+from .snapshot import Snapshot
 
 log = logging.getLogger("thunderpatch")
 _Error = TypeVar("_Error", bound=BaseException)

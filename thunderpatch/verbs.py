@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import shutil
 import sys
@@ -13,17 +12,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import nn
 
 import thunderpatch
 
 from . import plotting
-from .errors import CompileError, ThunderPatchError
+from .errors import CompileError
 from .progress import progress
 from .tables import Column, plain, screen
+from .target_runs import equals_unpatched, run_patched, run_unpatched
 from .targets import Target, UsageError, find, load
-from .tolerance import Yardstick
 from .verification import Verification
 
 
@@ -63,17 +61,17 @@ def report(args: argparse.Namespace) -> bool:
     _check_folder(args)
     target = _load(args, needs_inputs=True)
     backward, failure = bool(args.backward), None
-    _run_unpatched(target, backward)
+    run_unpatched(target, backward)
     with thunderpatch.patched(target.model, **_selectors(args), **dict(args.option)):
         with progress("compiling and running", args.calls) as advance:
             try:
                 for call in range(args.calls):
-                    _run_patched(target, backward)
+                    run_patched(target, backward)
                     advance(f"call {call + 1}")
             except CompileError as error:  # the report tells which module it is, and how the others fare
                 failure = error
         result = thunderpatch.report(target.model)
-        _save_reproducers(target, args, lambda: _run_patched(target, backward))
+        _save_reproducers(target, args, lambda: run_patched(target, backward))
     _show(result, args)
     if failure is not None:
         raise failure
@@ -117,7 +115,7 @@ def _save_reproducers(
 
 def culprits(args: argparse.Namespace) -> bool:
     target = _load(args, needs_inputs=args.check is None)
-    judge = find(args.check) if args.check else _equals_unpatched(target, bool(args.backward))
+    judge = find(args.check) if args.check else equals_unpatched(target, bool(args.backward))
     if not callable(judge):
         raise UsageError(f"--check {args.check} is no function that takes the model")
     search = _function("find_culprits")
@@ -177,61 +175,6 @@ def _load(args: argparse.Namespace, needs_inputs: bool = False) -> Target:
 def _selectors(args: argparse.Namespace) -> dict[str, Any]:
     chosen = {name: getattr(args, name) for name in ("types", "names", "exclude", "repeated")}
     return {"nested": args.nested, **{name: value for name, value in chosen.items() if value}}
-
-
-def _run(target: Target, backward: bool) -> dict[str, Tensor]:
-    """Call the model with the same random numbers each time; return outputs and, with backward, gradients."""
-    with torch.random.fork_rng(), torch.set_grad_enabled(backward):
-        torch.manual_seed(0)
-        leaves = tree_leaves(target.model(*target.args, **target.kwargs))
-        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
-        if not backward:
-            return found
-        differentiable = [output.sum().abs() for output in outputs if output.requires_grad]
-        if not differentiable:
-            raise UsageError("--backward: no output of the model requires a gradient")
-        target.model.zero_grad()
-        torch.autograd.backward(differentiable)
-    graded = ((name, p.grad) for name, p in target.model.named_parameters() if p.grad is not None)
-    return found | {f"gradient of {name}": gradient.clone() for name, gradient in graded}
-
-
-def _run_unpatched(target: Target, backward: bool) -> dict[str, Tensor]:
-    try:
-        return _run(target, backward)
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"unpatched, the model raises {type(error).__name__} on its inputs: {error}") from error
-
-
-def _run_patched(target: Target, backward: bool) -> None:
-    try:
-        _run(target, backward)
-    except ThunderPatchError:
-        raise
-    except Exception as error:
-        raise CompileError(
-            f"patched, the model raises {type(error).__name__}, though unpatched it runs: {error}"
-        ) from error
-
-
-def _equals_unpatched(target: Target, backward: bool) -> Callable[[nn.Module], bool]:
-    """Return a check that what the model computes is what it computes now, up to the rounding of its dtype."""
-    expected = _run_unpatched(target, backward)
-    args, kwargs = tree_map(_in_float64, (target.args, target.kwargs))
-    exact = _run(Target(copy.deepcopy(target.model).double(), args, kwargs), backward)
-    yardstick = Yardstick(exact, exact)
-
-    def check(model: nn.Module) -> bool:
-        return all(difference.ok for difference in yardstick.differences(expected, _run(target, backward)))
-
-    return check
-
-
-def _in_float64(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _parameters(module: nn.Module) -> int:
