@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import random
@@ -566,6 +567,18 @@ def test_first_calls_from_several_threads_are_right_and_counted() -> None:
     assert [(row.calls, row.compiled_calls) for row in thunderpatch.report(model)] == [(4, 4)] * 2
 
 
+def a_tracer_at_work() -> contextlib.AbstractContextManager[Any]:
+    """Note with torch that a tracer is at work: for all threads before torch 2.15, from then on for this one."""
+    tracer: Any = torch.fx._symbolic_trace
+    if hasattr(tracer, "_is_fx_tracing_context"):
+        return tracer._is_fx_tracing_context(True)
+    patch = pytest.MonkeyPatch()
+    stack = contextlib.ExitStack()
+    stack.callback(patch.undo)
+    patch.setattr(tracer, "_is_fx_tracing_flag", True)
+    return stack
+
+
 @pytest.mark.parametrize("called", [False, True])
 def test_a_tracer_at_work_in_another_thread_is_waited_for(called: bool) -> None:
     """torch notes in one place for all threads that a tracer is at work, which inductor's is while it compiles."""
@@ -577,8 +590,7 @@ def test_a_tracer_at_work_in_another_thread_is_waited_for(called: bool) -> None:
     began, go_on, got = threading.Event(), threading.Event(), []
 
     def compile_something() -> None:
-        with compiling, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
+        with compiling, a_tracer_at_work():
             began.set()
             assert go_on.wait(60)
 
@@ -616,11 +628,10 @@ def test_an_fx_tracer_meets_the_original_and_costs_the_compiled_code_nothing(cal
     assert [(row.calls, row.compiled_calls) for row in thunderpatch.report(model)] == [(1 + called,) * 2] * 2
 
 
-def test_a_call_beside_a_tracer_that_does_not_end_runs_its_original(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_beside_a_tracer_that_does_not_end_runs_its_original() -> None:
     module = Base()
     thunderpatch.apply(module)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
+    with a_tracer_at_work():
         torch.testing.assert_close(module(X), module.linear(X))
     [row] = thunderpatch.report(module)
     assert (row.calls, row.status) == (0, Status.BYPASSED)

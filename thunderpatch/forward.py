@@ -31,10 +31,17 @@ _functorch_level = torch._C._functorch.maybe_current_level
 _forward_ad: Any = torch.autograd.forward_ad
 if not hasattr(_forward_ad, "_current_level"):
     _forward_ad = types.SimpleNamespace(_current_level=-1)
-# Set while a `torch.fx` tracer is at work in any thread: inductor's own, too. Where torch tells it otherwise, none is.
+# Whether a `torch.fx` tracer is at work, inductor's own too: in any thread before torch 2.15, in this one from then on.
+# Where torch tells it otherwise, none is.
 _tracer: Any = torch.fx._symbolic_trace
-if not hasattr(_tracer, "_is_fx_tracing_flag"):
-    _tracer = types.SimpleNamespace(_is_fx_tracing_flag=False)
+if hasattr(_tracer, "_get_is_fx_tracing"):
+    _fx_tracing: Callable[[], bool] = _tracer._get_is_fx_tracing
+else:
+
+    def _fx_tracing() -> bool:
+        return getattr(_tracer, "_is_fx_tracing_flag", False)
+
+
 # Where torch tells whether a profiler is active, as its own modules ask it; where it does not, none is.
 _profiler: Any = torch.autograd.profiler
 if not hasattr(_profiler, "_is_profiler_enabled"):
@@ -93,7 +100,7 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
             or _dispatch_modes()
             or _functorch_level() is not None
             or _forward_ad._current_level >= 0
-            or (_tracer._is_fx_tracing_flag and _traced(args, kwargs))
+            or (_fx_tracing() and _traced(args, kwargs))
         ):
             return self._self_bypass(args, kwargs)
         if record.handles_seen != RemovableHandle.next_id:
@@ -106,7 +113,7 @@ class PatchedForward(wrapt.CallableObjectProxy):  # type: ignore[type-arg]
         try:
             # The usual graph has run before, so that Dynamo is normally left with evaluating its guards.
             call = lane.call if usual is None else lane.again  # type: ignore[union-attr]
-            if _tracer._is_fx_tracing_flag and call is lane.call and _traced_elsewhere():  # type: ignore[union-attr]
+            if call is lane.call and _fx_tracing() and _traced_elsewhere():  # type: ignore[union-attr]
                 return self._self_bypass(args, kwargs)
             if _profiler._is_profiler_enabled:
                 call = _in_a_range(record, call)
@@ -208,7 +215,7 @@ def _traced_elsewhere() -> bool:
     Dynamo's wrapper of a compiled function then raises, in whichever thread the tracer may be.
     """
     with compiling:
-        return bool(_tracer._is_fx_tracing_flag)
+        return _fx_tracing()
 
 
 def _in_a_range(record: Record, call: Callable[..., Any]) -> Callable[..., Any]:
