@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
 from .architectures import TRANSFORMERS, ZOO  # it needs both
-from .zoo import examine
+from .zoo import PARTS, examine, examine_part
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::thunderpatch.ThunderPatchWarning")]
 
@@ -18,11 +16,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::thund
 IN_THE_WAY = {
     # A scan in vmap that transformers wraps in a higher-order operation: thunder's interpreter gives up on it.
     "led": "DataDependentOutputException",
-}
-PARTS = {
-    "norms": lambda module, fqn: type(module).__name__.endswith("Norm"),
-    "feed-forwards": lambda module, fqn: type(module).__name__.endswith(("MLP", "SparseMoeBlock", "Intermediate")),
-    "attention": lambda module, fqn: type(module).__name__.endswith("Attention"),
 }
 
 
@@ -41,9 +34,7 @@ def test_what_does_not_compile_says_so_and_equals_eager_when_it_may_run_eager(na
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral", "vit"])
 def test_parts_of_blocks_equal_eager(name: str, part: str) -> None:
-    select: dict[str, Any] = {"where": PARTS[part]}
-    result = examine(ZOO[name], select)
-    assert result.patched > 0 and result.why == ""
+    assert examine_part(ZOO[name], part) == "equal"
 
 
 def test_there_are_sixty_transformers_and_eight_diffusers() -> None:

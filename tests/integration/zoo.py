@@ -1,20 +1,22 @@
 """Architectures of transformers and diffusers from tiny configs, each patched and compared with eager.
 
-    python -m tests.integration.zoo tests/integration/ZOO.md
+    python -m tests.integration.zoo FOLDER
 
-runs them all, one at a time, and writes the table.
+runs them all on the installed torch, one at a time, keeps the results in the folder, one file for each torch, and
+writes what all of its files say as a table, `FOLDER/ZOO.md`.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib.metadata as metadata
 import json
 import multiprocessing
 import sys
 import time
 import warnings
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,17 @@ import thunderpatch
 
 from .architectures import ZOO, Entry
 
+# What is patched in each architecture, by the column of the table. Names are the libraries' own for such modules.
+PARTS: dict[str, Callable[[nn.Module, str], bool]] = {
+    "norms": lambda module, fqn: type(module).__name__.endswith("Norm"),
+    "feed-forwards": lambda module, fqn: type(module).__name__.endswith(
+        ("MLP", "FFN", "FeedForward", "SparseMoeBlock", "Intermediate")
+    ),
+    "attention": lambda module, fqn: type(module).__name__.endswith("Attention"),
+}
 # Eager in float32 is this much off from float64 at most, times a factor for another order of the same sums.
 FACTOR = 8
-LIMIT_S = 300
+LIMIT_S = 900
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,7 @@ class Result:
     graphs: int
     why: str = ""
     with_eager: str = ""  # what came of it with on_error="eager", where the default failed
+    parts: dict[str, str] = field(default_factory=dict)  # "equal", "none there", or why not
     seconds: float = 0.0
 
 
@@ -120,12 +131,19 @@ def _graphs(model: nn.Module, fqn: str) -> Iterable[Any]:
     return record.graphs if record is not None else ()
 
 
-def examine_both(entry: Entry) -> Result:
-    """Examine with default settings and, where that is not equal, with `on_error="eager"` too."""
+def examine_all_ways(entry: Entry) -> Result:
+    """Examine the blocks, with `on_error="eager"` too where the default is not equal, and each kind of part apart."""
     result = examine(entry)
     if result.why:
         result = replace(result, with_eager=examine(entry, on_error="eager").why or "equal")
-    return result
+    return replace(result, parts={part: examine_part(entry, part) for part in PARTS})
+
+
+def examine_part(entry: Entry, part: str) -> str:
+    try:
+        return examine(entry, {"where": PARTS[part]}).why or "equal"
+    except thunderpatch.SelectionError:
+        return "none there"
 
 
 def work(names: list[str], path: Path) -> None:
@@ -134,7 +152,7 @@ def work(names: list[str], path: Path) -> None:
     warnings.simplefilter("ignore")
     for name in names:
         try:
-            result = examine_both(ZOO[name])
+            result = examine_all_ways(ZOO[name])
         except Exception as error:  # of eager, or of what built the model
             result = Result(name, ZOO[name].family, "", 0, 0, f"not examined: {type(error).__name__}: {error}"[:300])
         with path.open("a") as lines:
@@ -146,7 +164,7 @@ def read(path: Path) -> dict[str, Result]:
     return {result.name: result for result in (Result(**json.loads(line)) for line in lines)}
 
 
-def examine_all(path: Path) -> list[Result]:
+def examine_all(path: Path) -> None:
     """Examine what is not in the file yet, in a process that is replaced when it crashes or hangs."""
     spawn = multiprocessing.get_context("spawn")
     while left := [name for name in ZOO if name not in read(path)]:
@@ -164,38 +182,58 @@ def examine_all(path: Path) -> list[Result]:
             name = next(name for name in ZOO if name not in read(path))
             with path.open("a") as lines:
                 print(json.dumps(asdict(Result(name, ZOO[name].family, "", 0, 0, why))), file=lines)
-    found = read(path)
-    return [found[name] for name in ZOO]
 
 
-def table(results: list[Result]) -> str:
-    """Return the results in Markdown."""
-    import importlib.metadata as metadata
+def versions() -> str:
+    names = ("torch", "lightning-thunder", "transformers", "diffusers")
+    return ", ".join(f"{name} {metadata.version(name).partition('+')[0]}" for name in names)
 
-    versions = ", ".join(
-        f"{name} {metadata.version(name)}" for name in ("torch", "lightning-thunder", "transformers", "diffusers")
-    )
-    equal = sum(not result.why for result in results)
-    backed = sum(not result.why or result.with_eager == "equal" for result in results)
+
+def answers(result: Result) -> dict[str, str]:
+    """Return what the table says of one architecture, by column."""
+    why = f'{result.why}; with `on_error="eager"`: {result.with_eager or "not tried"}' if result.why else "equal"
+    return {"blocks": why, **{part: result.parts.get(part, "not examined") for part in PARTS}}
+
+
+def cell(answers: dict[str, str]) -> str:
+    """Join the answers of each torch: once where all say the same."""
+    if len(set(answers.values())) == 1:
+        return next(iter(answers.values())).replace("|", "/")
+    return "<br>".join(f"{torch}: {answer}" for torch, answer in answers.items()).replace("|", "/")
+
+
+def table(runs: dict[str, dict[str, Result]]) -> str:
+    """Return in Markdown what came of each architecture, given by the versions of a run and by name."""
     lines = [
         "# Model zoo",
         "",
         "Tiny models from configs, with random weights, patched and compared with eager: outputs, loss and all",
         "gradients, twice. Equal means: not further off than eager in float32 is from float64, times a small factor.",
-        "Written by `python -m tests.integration.zoo tests/integration/ZOO.md`.",
+        "Patched are the blocks (`repeated=True`; their number and the distinct graphs stand beside) or, in models of",
+        "their own, all norms, feed-forwards or attention modules, as far as the classes' names tell them.",
+        "Written by `python -m tests.integration.zoo FOLDER`.",
         "",
-        f"With {versions}:",
-        f'{equal} of {len(results)} are equal with default settings, and {backed} with `on_error="eager"`.',
-        "",
-        "| architecture | family | model | modules patched | graphs | result |",
-        "|---|---|---|---|---|---|",
     ]
-    for r in results:
-        why = f'{r.why}; with `on_error="eager"`: {r.with_eager or "not tried"}' if r.why else "equal"
-        lines.append(f"| {r.name} | {r.family} | {r.model} | {r.patched} | {r.graphs} | {why.replace('|', '/')} |")
+    for run, results in runs.items():
+        equal = sum(not r.why for r in results.values())
+        backed = sum(not r.why or r.with_eager == "equal" for r in results.values())
+        parts = [answer for r in results.values() for answer in r.parts.values() if answer != "none there"]
+        lines += [
+            f"- {run}: blocks of {equal} of {len(results)} are equal with default settings, {backed} with "
+            f'`on_error="eager"`; parts: {parts.count("equal")} of {len(parts)}.'
+        ]
+    lines += ["", "| architecture | family | model | modules | graphs | blocks | norms | feed-forwards | attention |"]
+    lines += ["|" + "---|" * 9]
+    for name in ZOO:
+        found = {run.split(",")[0]: results[name] for run, results in runs.items() if name in results}
+        r = next(iter(found.values()))
+        said = {torch: answers(result) for torch, result in found.items()}
+        cells = [cell({torch: columns[what] for torch, columns in said.items()}) for what in ("blocks", *PARTS)]
+        lines.append(f"| {' | '.join([r.name, r.family, r.model, str(r.patched), str(r.graphs), *cells])} |")
     return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    target.write_text(table(examine_all(target.with_suffix(".jsonl"))))
+    folder = Path(sys.argv[1])
+    examine_all(folder / f"{versions()}.jsonl")
+    (folder / "ZOO.md").write_text(table({path.stem: read(path) for path in sorted(folder.glob("torch *.jsonl"))}))
