@@ -143,8 +143,10 @@ def _views(outputs: Sequence[Any], args: Sequence[Any]) -> tuple[dict[int, int],
     """Return which outputs are views of which arguments, and which are the only output in a memory of their own."""
     found = {k: output for k, output in enumerate(outputs) if is_tensor(output) and output._is_view()}
     places = [_address(output) for output in outputs]
-    inputs = {_address(arg): i for i, arg in enumerate(args) if is_tensor(arg)}
-    inputs.pop(None, None)
+    given = [_address(arg) for arg in args]
+    # Of two arguments that share a memory, where they lie does not tell which one an output is a view of: thunder's
+    # backward knows, and to write to such an output is autograd's error.
+    inputs = {address: i for i, address in enumerate(given) if address is not None and given.count(address) == 1}
     of = {
         k: inputs[places[k]]
         for k, output in found.items()
@@ -154,7 +156,7 @@ def _views(outputs: Sequence[Any], args: Sequence[Any]) -> tuple[dict[int, int],
         and not output.is_conj()
         and not output.is_neg()
     }
-    return of, [k for k in found if places[k] not in inputs and places.count(places[k]) == 1]
+    return of, [k for k in found if places[k] not in given and places.count(places[k]) == 1]
 
 
 def _address(value: Any) -> int | None:

@@ -138,6 +138,7 @@ def _laid_out(
         place: layout
         for place, (layout, arg) in enumerate(zip(layouts, args, strict=True))
         if layout is not None
+        and is_tensor(arg)  # a size is captured as a tensor where it comes out of one
         and any(size > 1 and a != b for size, a, b in zip(arg.shape, arg.stride(), layout, strict=True))
     }
     if not moved:
