@@ -74,3 +74,26 @@ def test_a_view_of_an_input_is_one_to_autograd() -> None:
         _, view, same = model(given)
         assert same is given and view._base is not None and view.data_ptr() == given[:, 1:].data_ptr()
         assert view.stride() == given[:, 1:].stride()
+
+
+class Halves(nn.Module):
+    """Hands halves of one tensor to a part that runs as captured, and on to one that returns views of them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left, right = torch.split(x.sin(), [4, 4], -1)
+        left, right = torch.tensor_split(left, [3], dim=1)[0], torch.tensor_split(right, [3], dim=1)[0]
+        left, right = left.view(2, 3, 2, 2), right.view(2, 3, 2, 2)
+        return left * 2 + right.repeat_interleave(1, dim=2, output_size=2) * 3
+
+
+def test_a_gradient_goes_to_the_argument_whose_view_it_is_of_where_two_share_a_memory() -> None:
+    model, eager = nn.Sequential(Halves()), Halves()
+    thunderpatch.apply(model, types=Halves)
+    for _ in range(2):
+        given = torch.randn(2, 3, 8, requires_grad=True)
+        weights = torch.randn(2, 3, 2, 2)
+        (found,) = torch.autograd.grad(model(given), given, weights)
+        (expected,) = torch.autograd.grad(eager(given), given, weights)
+        torch.testing.assert_close(found, expected)
+    row = thunderpatch.report(model).rows[0]
+    assert row.status == "partly" and row.compiled_calls == 2

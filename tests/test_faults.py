@@ -121,6 +121,13 @@ def inductor_fails() -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
+def inductor_code_fails() -> Iterator[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._inductor, "compile", lambda *_, **__: fails)
+        yield {}
+
+
+@contextlib.contextmanager
 def compiler_is_missing() -> Iterator[dict[str, Any]]:
     from torch._inductor import config
     from torch._inductor.utils import fresh_inductor_cache
@@ -165,6 +172,7 @@ FORWARD: dict[str, tuple[Fault, type[Fragile]]] = {
     "thunder": (thunder_fails, Fragile),
     "thunder, before inductor": (thunder_fails, Split),
     "inductor": (inductor_fails, Split),
+    "inductor, first run": (inductor_code_fails, Split),
     "no C++ compiler": (compiler_is_missing, Split),
     "inductor, backward": (inductor_backward_fails, Split),
 }

@@ -92,6 +92,14 @@ EVIDENCE: dict[str, Evidence] = {
     "baddbmm": Evidence(
         lambda x, y: torch.baddbmm(x, y, y, beta=0), lambda: (torch.full((1, 2, 2), NAN), normal(1, 2, 2))
     ),
+    "where": Evidence(
+        lambda x, condition: x.where(condition, ~x),
+        lambda: (torch.tensor([True, False]), torch.tensor([False, True])),
+    ),
+    "masked_fill of bool": Evidence(
+        lambda x, mask: x.masked_fill(mask, 1), lambda: (torch.tensor([True, False]), torch.tensor([False, True]))
+    ),
+    "max of bool": Evidence(lambda x: x.max(0), lambda: (torch.tensor([True, False]),)),
     "max": Evidence(lambda x: x.max(), lambda: (given(1.0, NAN, 2.0),)),
     "index_put": Evidence(
         lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True),
@@ -137,6 +145,12 @@ NEAR_MISSES: dict[str, Evidence] = {
         lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), lambda: (normal(1, 2, 3, 4),)
     ),
     "a square": Evidence(lambda x: x**2, lambda: (normal(3),)),
+    "torch.where": Evidence(
+        lambda x, condition: torch.where(condition, x, -x), lambda: (normal(2), torch.tensor([False, True]))
+    ),
+    "a mask filled with True": Evidence(
+        lambda x, mask: x.masked_fill(mask, True), lambda: (torch.tensor([True, False]), torch.tensor([False, True]))
+    ),
     "amax": Evidence(lambda x: x.amax(), lambda: (normal(3),)),
     "relu without a gradient": Evidence(F.relu, lambda: (normal(3, grad=False),)),
     "var_mean over a dimension": Evidence(lambda x: torch.var_mean(x, 0), lambda: (normal(3, 2, grad=False),)),

@@ -48,6 +48,10 @@ class CompileFailure(Exception):
     """Carries, as its cause, what went wrong while thunder compiled; nothing of the partition has run."""
 
 
+class RunFailure(CompileFailure):
+    """Carries, as its cause, what went wrong in the first run of a compiled part; the program may be what is wrong."""
+
+
 class Partition:
     """A thunder partition of a captured graph.
 

@@ -20,7 +20,7 @@ from . import aliasing, capture, graphs, quirks, splitting, symbols
 from .capture import trail
 from .checking import check
 from .compat import backend_context
-from .dispatch import CompileFailure, Partition
+from .dispatch import CompileFailure, Partition, RunFailure
 from .errors import CompileError, interrupted
 from .options import Options
 from .quirks_known import EAGER
@@ -99,23 +99,33 @@ class Graph:
     def _compile_and_call(self, inputs: tuple[Any, ...]) -> Any:
         with unhooked():
             call = self._compile(inputs)
-        before = Snapshot(inputs, several=len(self.partitions) > 1)
+        before = Snapshot(inputs, several=[kind for kind, _ in self.parts] != ["thunder"])
         try:
             if self.options.check and not self.eager:
                 with unhooked():
                     check(self.gm, call, inputs, self.owner)
             result = call(*inputs)
         except CompileFailure as failure:
-            before.put_back()
-            self._fail(failure.__cause__ or failure)
+            result = self._uncompiled(failure, before, inputs)
             call = self.gm.forward
-            result = call(*inputs)
         finally:
             self.seconds["thunder"] += sum(partition.seconds for partition in self.partitions)
         self.call = self._fused() or self._unless_shared(call)
         if not self.eager:
             log.info("%s: compiled its graph, %d partitions by thunder", self.owner, len(self.partitions))
         return result
+
+    def _uncompiled(self, failure: CompileFailure, before: Snapshot, inputs: tuple[Any, ...]) -> Any:
+        """Run as captured what failed in its first run, if `on_error` says so."""
+        before.put_back()
+        if isinstance(failure, RunFailure):
+            result = self.gm.forward(*inputs)  # an error of the program's own comes again, as eager raises it
+            if self.options.on_error == "raise":
+                before.put_back()
+            self._fail(failure.__cause__ or failure)
+            return result
+        self._fail(failure.__cause__ or failure)
+        return self.gm.forward(*inputs)
 
     def _unless_shared(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return `call`, which is not for inputs that share memory if the graph writes to any."""

@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from . import graphs, symbols
+from .dispatch import RunFailure
 from .errors import CompileError
 from .reach import Reach
 from .recomputation import Observed, Recomputation, Region, is_tensor
@@ -40,6 +41,13 @@ class InductorPart:
 
     def _first_call(self, *args: Any) -> Any:
         self.compiled = _laid_out(self.compiled, self._layouts, args)
+        try:
+            return self._settle(*args)
+        except Exception as error:
+            raise RunFailure from error
+
+    def _settle(self, *args: Any) -> Any:
+        """Run for the first time, and choose how all calls run."""
         if not torch.is_grad_enabled() or not any(_wants_gradient(arg) for arg in args):
             result = self.compiled(*args)
             self._call = self.compiled

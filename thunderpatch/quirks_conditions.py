@@ -147,14 +147,23 @@ def masked_attention(node: fx.Node) -> bool:
     return op_name(node) == "scaled_dot_product_attention" and mask is not None and needs_grad(node)
 
 
+def bool_filled_with_number(node: fx.Node) -> bool:
+    filled = op_name(node) == "masked_fill" and all(t.dtype == torch.bool for t in outputs(node))
+    return filled and not isinstance(argument(node, 2, "value"), bool)
+
+
+def largest_of_bools(node: fx.Node) -> bool:
+    return op_name(node) == "max" and len(outputs(node)) == 2 and inputs(node)[0].dtype == torch.bool
+
+
 def hook_on_what_is_used(node: fx.Node) -> bool:
     """Whether a hook goes on a value that the graph has used by another name, and so by another way of the gradient."""
     return op_name(node) == "register_hook" and len(node.all_input_nodes[0].users) > 1
 
 
-def until_2_11(*names: str) -> Callable[[fx.Node], bool]:
+def until_2_11(matches: Callable[[fx.Node], bool]) -> Callable[[fx.Node], bool]:
     # A string is compared as a version here.
-    return lambda node: op_name(node) in names and needs_grad(node) and torch.__version__ < "2.12"
+    return lambda node: matches(node) and torch.__version__ < "2.12"
 
 
 def method(name: str) -> Callable[[fx.Node], bool]:

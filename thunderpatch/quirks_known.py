@@ -50,10 +50,10 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk("interpolate nearest", conditions.nearest, "thunder rounds the positions of neighbours differently"),
     Quirk("rounded division", conditions.rounded_division, "thunder's gradient of a rounded division is not zero"),
     Quirk("prod", graded("prod"), "thunder's gradient of a product is NaN where an input is zero", EAGER),
-    Quirk("index_reduce", until_2_11("index_reduce"), "inductor fails on what is laid out otherwise", EAGER),
+    Quirk("index_reduce", until_2_11(named("index_reduce")), "inductor fails on what is laid out otherwise", EAGER),
     Quirk(
         "cumprod",
-        until_2_11("cumprod"),
+        until_2_11(graded("cumprod")),
         "inductor's gradient of a cumulative product is wrong at NaN and at zeros",
         EAGER,
     ),
@@ -112,6 +112,14 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "unfold", method("unfold"), "thunder takes the method for the function of that name, which does something else"
     ),
+    Quirk(
+        "where",
+        method("where"),
+        "thunder takes the tensor that the method belongs to for the condition",
+        THUNDER,
+    ),
+    Quirk("masked_fill of bool", conditions.bool_filled_with_number, "thunder makes integers of a mask filled with 1"),
+    Quirk("max of bool", conditions.largest_of_bools, "thunder asks for an argmax of bool, which torch does not have"),
     Quirk("max", graded("max"), "thunder's gradient of max is NaN everywhere when one input is"),
     Quirk("index_put", graded("index_put"), "thunder loses gradients of index_put"),
     Quirk(

@@ -26,6 +26,10 @@ def _sigmoid(input: Tensor) -> Tensor:
     return torch.where(input > 0, 1.0, z) / (z + 1.0)
 
 
+def _where(input: Tensor, condition: Tensor, other: Tensor | float) -> Tensor:
+    return torch.where(condition, input, other)
+
+
 def _mish(input: Tensor, inplace: bool = False) -> Tensor:
     return input * torch.tanh(F.softplus(input))
 
@@ -57,8 +61,9 @@ WORDS: dict[str, Callable[..., Any]] = {
     "elu": _elu,
     "celu": _celu,
     "selu": _selu,
+    "where": _where,
 }
-# Rounded once at the end, as eager's one kernel does; relu rounds nothing.
+# Rounded once at the end, as eager's one kernel does; relu and where round nothing.
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -78,7 +83,7 @@ def spell_out(node: fx.Node) -> None:
     """Put what computes the same in the place of a node."""
     words, tracer = WORDS[op_name(node)], _Tracer(node.graph)
     dtype = tensors(node)[0].dtype
-    narrow = dtype in NARROW and words is not _relu
+    narrow = dtype in NARROW and words not in (_relu, _where)
 
     def proxy(given: fx.Node) -> Any:
         return fx.Proxy(given, tracer)
