@@ -146,7 +146,7 @@ def _views(outputs: Sequence[Any], args: Sequence[Any]) -> tuple[dict[int, int],
     given = [_address(arg) for arg in args]
     # Of two arguments that share a memory, where they lie does not tell which one an output is a view of: thunder's
     # backward knows, and to write to such an output is autograd's error.
-    inputs = {address: i for i, address in enumerate(given) if address is not None and given.count(address) == 1}
+    inputs: dict[int | None, int] = {a: i for i, a in enumerate(given) if a is not None and given.count(a) == 1}
     of = {
         k: inputs[places[k]]
         for k, output in found.items()
