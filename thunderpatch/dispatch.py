@@ -15,7 +15,8 @@ grad mode, default dtype, autocast      Dynamo's global-state guards; these are 
 default device                          Dynamo guards on it; in the graph each operation names its device
 inference mode                          Dynamo's guard; the same computation then makes inference tensors
 numbers and strings, module attributes  constants of the captured graph, guarded by Dynamo
-aliasing of arguments                   matters only when an argument is written to: then not direct
+aliasing of arguments                   matters only when an argument is written to: then not direct; of one that is
+                                        not, thunder is kept from asking (`aliasing.given_apart`)
 tensor subclasses (DTensor, ...)        only torch.Tensor and Parameter are taken; Dynamo guards the type
 what the prologue unpacks               each of its results must be one of the arguments, the very same object
 what the epilogue writes back           must give back the computation's result as it is, else not direct
@@ -36,7 +37,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import graphs
+from . import aliasing, graphs
 from .autograd import Gradient
 from .options import Options
 from .recomputation import Observed, Region
@@ -67,6 +68,8 @@ class Partition:
         self._may_be_direct = options.direct
         self._differentiable = jitted._lc_cd.compile_options.get("is_differentiable_outputs")
         self._leaves = graphs.grad_mode_after(original)
+        # Where it works in place, thunder goes by which arguments share their memory.
+        self._written = aliasing.written_inputs(original) if aliasing.writes(original) else None
         self._gradients: dict[Callable[..., Any], Gradient] = {}  # by thunder's backward
         self._straight: Callable[..., Any] | None = None
         self._outputs = 0
@@ -84,7 +87,7 @@ class Partition:
     def _first_call(self, *args: Any) -> Any:
         began, grad_mode = time.perf_counter(), torch.is_grad_enabled()
         try:
-            self.jitted._lc_cd.get_computation_and_inputs(*args)
+            self._entry(args)
         except Exception as error:
             raise CompileFailure from error
         finally:
@@ -101,14 +104,19 @@ class Partition:
         self.direct = self._straight is not None
         return result
 
+    def _entry(self, args: Sequence[Any]) -> Any:
+        """Return thunder's code for a call, what that takes of the arguments, and what its epilogue does."""
+        find = self.jitted._lc_cd.get_computation_and_inputs
+        return find(*args) if self._written is None else aliasing.given_apart(find, args, self._written)
+
     def _ordinary(self, *args: Any) -> Any:
         return self._run(args, None)[0]
 
     def _run(self, args: Sequence[Any], observed: Observed | None) -> tuple[Any, ...]:
         """Run with thunder's own checks of each call."""
-        data, grad_mode = self.jitted._lc_cd, torch.is_grad_enabled()
+        grad_mode = torch.is_grad_enabled()
         with self._lock:
-            entry, inputs, to_epilogue = data.get_computation_and_inputs(*args)
+            entry, inputs, to_epilogue = self._entry(args)
             # thunder keeps several versions where arguments that are written to share storage.
             gradient = self._gradients.get(entry.backward_fn)
         if entry.backward_fn and gradient is None and observed is None:

@@ -59,7 +59,8 @@ def _assigns(node: fx.Node, name: str) -> bool:
     return name.endswith("_")
 
 
-def _storages(tree: Any) -> set[StorageWeakRef]:
+def storages(tree: Any) -> set[StorageWeakRef]:
+    """Return the memories of the tensors among example values, of nodes or as they are."""
     found = set()
     for tensor in tensors(tree):
         while is_functorch_wrapped_tensor(tensor):  # inside vmap and grad, whose tensors have no storage of their own
@@ -75,17 +76,17 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
     ``stays`` tells whether thunder would run a node.
     """
     nodes = list(gm.graph.nodes)
-    changes = [(node, storage) for node in nodes for storage in _storages(mutated(node))]
+    changes = [(node, storage) for node in nodes for storage in storages(mutated(node))]
     if not changes:
         return Mutations()
-    given = _storages([node for node in nodes if not is_call(node) and node.op != "output"])
+    given = storages([node for node in nodes if not is_call(node) and node.op != "output"])
     outside: set[fx.Node] = set()
     forms: dict[fx.Node, Form] = {}
     graded_nodes = in_grad_mode(nodes)
     # Asking thunder is slow, and a BatchNorm counts in each layer.
     stays, seam = functools.cache(stays), functools.cache(lambda: _seam(nodes, stays))
     for node, storage in changes:
-        names = [other for other in nodes if other.op != "output" and storage in _storages(other)]
+        names = [other for other in nodes if other.op != "output" and storage in storages(other)]
         graded = any(t.requires_grad for t in [*inputs(node), *tensors(names)])
         if storage in given and graded:
             return Mutations(f"{spelled(node)} changes an input of the graph in place", node.name)
@@ -148,5 +149,5 @@ def _seam(nodes: list[fx.Node], stays: Callable[[fx.Node], bool]) -> bool:
     calls = [node for node in nodes if is_call(node)]
     # Of a value that only its view reads, no partition needs both.
     shared = [(node, source) for node in calls for source in node.all_input_nodes if len(source.users) > 1]
-    aliased = any(_storages(node) & _storages(source) for node, source in shared if outputs(node))
+    aliased = any(storages(node) & storages(source) for node, source in shared if outputs(node))
     return aliased and not all(map(stays, calls))
