@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from dynamo import own, raw
 from torch import Tensor, fx
 
 from thunderpatch import compat
@@ -184,25 +185,6 @@ def captured(function: Callable[..., Any], *inputs: Any) -> tuple[list[Route], f
     torch.compile(own(function), backend=backend)(*inputs)
     assert len(found) == 1
     return found[0]
-
-
-def own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of this file: torch's own are not compiled by every torch when they are called directly."""
-    return lambda *args: function(*args)
-
-
-def raw(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile as thunderfx does."""
-    compat.load_thunder()
-    from thunder.dynamo import ThunderCompiler
-
-    compiler = ThunderCompiler()
-
-    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        with compat.backend_context():
-            return compiler(gm, inputs)
-
-    return torch.compile(own(function), backend=backend)
 
 
 def facts(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Any]:

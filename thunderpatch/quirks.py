@@ -11,6 +11,7 @@ from .quirks_functional import make_functional
 from .quirks_known import EAGER, HOOK, INDUCTOR, INFERENCE, NO_GRADIENT, QUIRKS, SUBCLASS, THUNDER, TRANSFORM
 from .quirks_mutation import Mutations, in_grad_mode, mutations
 from .quirks_nodes import is_call, keep_from_thunder, needs_grad, nested, picks, spelled, thunder_takes
+from .quirks_numbers import numbers_in_place_of_tensors
 from .quirks_respelled import spell_out
 
 
@@ -40,6 +41,8 @@ def reroute(gm: fx.GraphModule) -> list[Route]:
     Each node that must not run in thunder gets a stand-in target that the splitter takes for unknown. If the whole
     graph is to run as captured, that is the only route; the graph is then left as it was.
     """
+    for graph in (gm, *nested(gm)):
+        numbers_in_place_of_tensors(graph)
     decisions = [_decide(graph) for graph in (gm, *nested(gm))]
     for _, found in decisions:
         if found.eager:

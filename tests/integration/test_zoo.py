@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
@@ -12,11 +14,9 @@ from .zoo import PARTS, examine, examine_part
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore::thunderpatch.ThunderPatchWarning")]
 
-# Architectures that do not compile with default settings: what stands in their way.
-IN_THE_WAY = {
-    # A scan in vmap that transformers wraps in a higher-order operation: thunder's interpreter gives up on it.
-    "led": "DataDependentOutputException",
-}
+# Architectures that do not compile with default settings: what stands in their way. Of the masks of LED's attention,
+# inductor up to torch 2.11 makes C++ that does not compile.
+IN_THE_WAY = {"led": "CppCompileError"} if TorchVersion(torch.__version__) < (2, 12) else {}
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in IN_THE_WAY])
