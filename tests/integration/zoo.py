@@ -12,6 +12,7 @@ import copy
 import importlib.metadata as metadata
 import json
 import multiprocessing
+import re
 import sys
 import time
 import warnings
@@ -38,6 +39,7 @@ PARTS: dict[str, Callable[[nn.Module, str], bool]] = {
 # Eager in float32 is this much off from float64 at most, times a factor for another order of the same sums.
 FACTOR = 8
 LIMIT_S = 900
+PATH = re.compile(r"(/[\w.+-]+)+/")  # of the machine that ran it, in messages
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def examine(entry: Entry, select: dict[str, Any] | None = None, on_error: str = 
         rows = [row for row in patch.report() if row.fqn in patch.modules]
         why = why or (unexplained(patch) if on_error == "raise" else "")
     except Exception as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        why = PATH.sub("", " ".join(f"{type(error).__name__}: {error}".split()))[:300]
     distinct = len({graph for row in rows for graph in _graphs(model, row.fqn)})
     took = round(time.perf_counter() - began, 1)
     return Result(entry.name, entry.family, type(model).__name__, len(patch), distinct, why, seconds=took)
