@@ -88,6 +88,7 @@ class Gradient(Recomputation):
 
     def first(self, ctx: Any, saved: list[Any], grads: Sequence[Any]) -> Sequence[Any]:
         """Run thunder's backward for the first time, when parts of it may still have to be compiled."""
+        kept = tuple(saved)  # thunder empties the list, and a checkpoint gives them once
         if not self._failed:
             try:
                 return self.compiled(saved, ctx.others, list(grads), lambda: None)
@@ -99,7 +100,7 @@ class Gradient(Recomputation):
                     ) from error
                 self._failed = True
                 log.warning("%s: the backward runs uncompiled after %r", self.region.owner, error)
-        inputs = self.inputs(ctx.held, ctx.saved_tensors, "the backward, whose compiled form failed,")
+        inputs = self.inputs(ctx.held, kept, "the backward, whose compiled form failed,")
         return self.recomputed(inputs, grads, create_graph=False)
 
     @property

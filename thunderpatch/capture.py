@@ -95,6 +95,9 @@ _SETTINGS = {
     # `requires_grad_()` does not touch it: a gradient would be lost in silence.
     "use_recursive_dict_tags_for_guards": False,
     "skip_tensor_guards_with_matching_dict_tags": False,
+    # Inside a checkpoint that a forward makes itself, nothing but tensors might be changed: not even a variable that
+    # is set and put back. The price: a change of Python's is not made again when the backward recomputes.
+    "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
 }
 
 

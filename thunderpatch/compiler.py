@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from . import capture, graphs, symbols
+from . import capture, checkpointed, graphs, symbols
+from .checkpointed import CheckpointedGraph
 from .graph import Graph, settings
 from .options import Options
 from .sizes import SymbolicGraph
@@ -64,9 +65,17 @@ class Compiler:
         return self._asked_by() or "(unknown)"
 
     def _new(self, gm: fx.GraphModule) -> Graph:
-        graph = Graph(gm, self.options, self._owner(), self._asked_by)
+        graph = self._made(gm)
         self.compiled += 1
         log.info("%s: captured a graph of %d nodes", graph.owner, len(gm.graph.nodes))
+        return graph
+
+    def _made(self, gm: fx.GraphModule) -> Graph:
+        found = checkpointed.inside(gm)
+        if found is None:
+            return Graph(gm, self.options, self._owner(), self._asked_by)
+        graph = CheckpointedGraph(found[0], self.options, self._owner(), self._asked_by)
+        graph.preserve_rng_state = found[1]
         return graph
 
     def _known(self, gm: fx.GraphModule, make: Callable[[], _Kind]) -> _Kind:

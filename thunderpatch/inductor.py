@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,8 +88,12 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: InductorPart, observed: Observed | None, *args: Any) -> Any:
         given = [_behind(arg) if _wants_gradient(arg) else arg for arg in args]
-        with torch.enable_grad():
+        hooked = _hooks(False) is not None
+        ctx.saved = _InTheOpen() if hooked else contextlib.nullcontext()
+        with torch.enable_grad(), ctx.saved:
             result = part.compiled(*given)
+        if hooked:
+            ctx.save_for_backward(*ctx.saved.hand_over())
         single = is_tensor(result)
         outputs = [result] if single else result
         # Edges and not tensors: they keep no values alive.
@@ -117,14 +121,53 @@ class _Differentiable(torch.autograd.Function):
             return (None,) * (2 + len(wanted))
         edges, given = zip(*pairs, strict=True)
         keep = _keeps_graph()
+        saved = ctx.saved_tensors  # a checkpoint gives them once
+        opened = ctx.saved.opened(saved) if saved else contextlib.nullcontext()
         # Nothing was donated when it was compiled, but what runs the backward asks the setting of now.
-        with _no_donation() if keep else contextlib.nullcontext():
+        with opened, _no_donation() if keep else contextlib.nullcontext():
             found = iter(torch.autograd.grad(edges, some, given, retain_graph=keep, allow_unused=True))
         arrived = [next(found) if edge else None for edge in wanted]
         reached = ctx.reach.without([k for k, grad in enumerate(grads) if grad is None])
         if reached is None:
             return None, None, *arrived
         return None, None, *(grad if i in reached else None for i, grad in enumerate(arrived))
+
+
+class _InTheOpen(torch.autograd.graph.saved_tensors_hooks):
+    """Collects what a piece of autograd's graph saves, for the node that it stands behind to save instead.
+
+    Hooks of the caller's then meet one node and one backward. A checkpoint computes its region again in each
+    backward that asks for a saved tensor, and the backward of a part is one inside another.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        super().__init__(self._pack, self._tensors_at)
+
+    def _pack(self, tensor: torch.Tensor) -> int:
+        self._tensors.append(tensor.detach())
+        return len(self._tensors) - 1
+
+    def _tensors_at(self, index: int) -> torch.Tensor:
+        return self._tensors[index]
+
+    def hand_over(self) -> list[torch.Tensor]:
+        """Return what was saved, and keep none of it."""
+        saved, self._tensors = self._tensors, []
+        return saved
+
+    @contextlib.contextmanager
+    def opened(self, saved: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Have the tensors back for the length of a backward."""
+        self._tensors = list(saved)
+        try:
+            yield
+        finally:
+            self._tensors = []
+
+
+# The hooks of the caller that is saving tensors now. Where torch does not tell, none are taken to be there.
+_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 
 
 def _strides(value: Any) -> tuple[int, ...] | None:
