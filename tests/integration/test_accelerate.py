@@ -118,12 +118,16 @@ def test_compile_regions_takes_patched_blocks_in(model: Net, x: torch.Tensor, pa
     if patch == "after":
         thunderpatch.apply(compiled, types=Block)
     torch.testing.assert_close(compiled(x), want)
+    # accelerate 1.16 compiles copies of the blocks, which take no patch with them; before, it compiled the blocks.
+    copied = {id(module) for module in model.modules()}.isdisjoint(id(block._orig_mod) for block in compiled.blocks)
     # Dynamo does not look into a proxy before torch 2.12: there a block that is compiled by itself stays in thunder.
     old = "recompile_limit" not in inspect.signature(torch.compile).parameters
-    assert {str(row.status) for row in thunderpatch.report(model)} == {"compiled" if old else "inlined"}
+    status = "never called" if copied and patch == "before" else "compiled" if old else "inlined"
+    assert {str(row.status) for row in thunderpatch.report(model if patch == "before" else compiled)} == {status}
     assert utils.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
     torch.testing.assert_close(model(x), want)
-    ran(model, 2 if old else 1)
+    if patch == "before" or not copied:
+        ran(model, 2 if old and not copied else 1)
 
 
 # Hooks that hold a module's weights elsewhere until it is called.
