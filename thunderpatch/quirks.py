@@ -53,8 +53,8 @@ def reroute(gm: fx.GraphModule) -> list[Route]:
     if eager and len(eager) == len(calls):
         return [Route(eager[0].quirk, "", EAGER, "; ".join(dict.fromkeys(route.reason for route in eager)))]
     for routes, found in decisions:
-        for node, form in found.functional:
-            make_functional(node, form)
+        for node in found.functional:
+            make_functional(node)
         for node, route in routes.items():
             if route.target == THUNDER:
                 spell_out(node)

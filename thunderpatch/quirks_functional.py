@@ -31,20 +31,20 @@ class Form:
     kwargs: dict[str, Any]
 
 
-def functional(node: fx.Node) -> Form | None:
-    """Return the out-of-place form of an in-place node, None if there is none with the same type and shape."""
+def has_functional_form(node: fx.Node) -> bool:
+    """Whether there is an out-of-place form of an in-place node that has the same type and shape."""
     form = _form(node)
     if form is None:
-        return None
+        return False
     call: Callable[..., Any] = getattr(Tensor, form.target) if form.op == "call_method" else form.target
     try:
         result = call(*fx.map_arg(form.args, value), **fx.map_arg(form.kwargs, value))
     except Exception:
-        return None  # there is no such op for these arguments
+        return False  # there is no such op for these arguments
     before = value(node)
     # In place, the type of the changed tensor wins; out of place, the wider one.
     same = isinstance(result, Tensor) and isinstance(before, Tensor) and result.dtype == before.dtype
-    return form if same and result.shape == before.shape else None
+    return same and result.shape == before.shape
 
 
 def _form(node: fx.Node) -> Form | None:
@@ -75,9 +75,10 @@ def _function(name: str, target: Any) -> Any:
     return None
 
 
-def make_functional(node: fx.Node, form: Form) -> None:
+def make_functional(node: fx.Node) -> None:
     """Give the node its out-of-place form; whatever reads the changed value afterwards reads the node."""
     changed = node.args[0] if node.args else next(iter(node.kwargs.values()))
+    form = _form(node)  # of what the node reads now: a change before this one may have been made a new value
+    assert isinstance(changed, fx.Node) and form is not None
     node.op, node.target, node.args, node.kwargs = form.op, form.target, form.args, form.kwargs
-    assert isinstance(changed, fx.Node)
     changed.replace_all_uses_with(node, delete_user_cb=lambda user: user > node)

@@ -18,7 +18,7 @@ from torch import fx
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .quirks_functional import Form, functional
+from .quirks_functional import has_functional_form
 from .quirks_nodes import AUGMENTED_NAMES, bound, inputs, is_call, outputs, spelled, tensors
 
 
@@ -29,7 +29,7 @@ class Mutations:
     eager: str = ""
     node: str = ""
     outside: tuple[fx.Node, ...] = ()
-    functional: tuple[tuple[fx.Node, Form], ...] = ()
+    functional: tuple[fx.Node, ...] = ()
 
 
 def mutated(node: fx.Node) -> list[Any]:
@@ -81,7 +81,7 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
         return Mutations()
     given = storages([node for node in nodes if not is_call(node) and node.op != "output"])
     outside: set[fx.Node] = set()
-    forms: dict[fx.Node, Form] = {}
+    functional: dict[fx.Node, None] = {}
     graded_nodes = in_grad_mode(nodes)
     # Asking thunder is slow, and a BatchNorm counts in each layer.
     stays, seam = functools.cache(stays), functools.cache(lambda: _seam(nodes, stays))
@@ -93,14 +93,13 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
         if graded and node not in graded_nodes:
             return Mutations(f"{spelled(node)} changes what has a gradient, in place and under no_grad", node.name)
         if graded or storage not in given:
-            form = None if _read_under_other_names(node, names, nodes) else functional(node)
-            if form is not None:
-                forms[node] = form
+            if not _read_under_other_names(node, names, nodes) and has_functional_form(node):
+                functional[node] = None
             else:
                 outside.update(_region(node, names, nodes, lambda other: other not in outside and stays(other)))
         elif _last_of_a_view(node, names, nodes) or seam():
             outside.add(node)
-    return Mutations(outside=tuple(node for node in nodes if node in outside), functional=tuple(forms.items()))
+    return Mutations(outside=tuple(node for node in nodes if node in outside), functional=tuple(functional))
 
 
 def in_grad_mode(nodes: list[fx.Node]) -> set[fx.Node]:
