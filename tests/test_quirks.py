@@ -112,7 +112,6 @@ EVIDENCE: dict[str, Evidence] = {
         lambda x, grid: F.grid_sample(x, grid, align_corners=False),
         lambda: (normal(1, 1, 2, 2), torch.full((1, 1, 1, 2), NAN)),
     ),
-    "as_strided in place": Evidence(lambda x: (x * 1).as_strided_((2, 2), (1, 2)), lambda: (normal(3, 3),)),
     "multilabel_margin_loss": Evidence(
         lambda x, y: F.multilabel_margin_loss(x, y),
         lambda: (normal(2, 4), torch.tensor([[3, 0, -1, 1], [1, -1, 0, 0]])),

@@ -48,8 +48,7 @@ class Gradient(Recomputation):
         self._views = [k for k, t in enumerate(saved) if is_tensor(t) and t._base is not None and id(t) not in inputs]
         self._fixed = [k for k, yes in enumerate(differentiable or ()) if not yes and is_tensor(data["flat_output"][k])]
         self._views_of, self._views_alone = _views(data["flat_output"], args)
-        place = {id(value): k for k, value in enumerate(data["flat_args"])}
-        self._places = [place.get(id(arg)) for arg in args]
+        self._places = _places(data["flat_args"], args)
         self._zeros = zeros_like(data["flat_output"])
         self._reach = Reach(region.original, len(self._zeros))
 
@@ -138,6 +137,17 @@ class _Connected(torch.autograd.Function):
 
 # `Function.apply` without what it does for functorch, under which nothing gets here; the same where it is missing.
 _apply: Callable[..., Any] = getattr(super(torch.autograd.Function, _Connected), "apply", _Connected.apply)
+
+
+def _places(values: Sequence[Any], args: Sequence[Any]) -> list[int | None]:
+    """Return where among `values` each argument is. One that is given twice has a place for each time."""
+    left = [(k, id(value)) for k, value in enumerate(values)]
+    found = list[int | None]()
+    for arg in args:
+        place = next((k for k, which in left if which == id(arg)), None)
+        left = [(k, which) for k, which in left if k != place]
+        found.append(place)
+    return found
 
 
 def _views(outputs: Sequence[Any], args: Sequence[Any]) -> tuple[dict[int, int], list[int]]:

@@ -158,9 +158,10 @@ class Graph:
             with backend_context():
                 call, self.info, self.partitions = splitting.split(self.gm, self.options, self.owner, self.seconds)
         except Exception as error:
-            torch.set_grad_enabled(gradients)  # a compiler that fails may leave them switched off
             self._fail(error)
             return self.gm.forward
+        finally:
+            torch.set_grad_enabled(gradients)  # tracing a part that switches them off leaves them so
         return call
 
     def _fail(self, error: BaseException) -> None:

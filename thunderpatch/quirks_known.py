@@ -147,7 +147,6 @@ QUIRKS: tuple[Quirk, ...] = (
         "inductor cannot compile what depends on a tensor's value",
         EAGER,
     ),
-    Quirk("as_strided in place", method("as_strided_"), "inductor loses the new shape", EAGER),
     Quirk("NaN in a grid", named("grid_sample", "grid_sampler", "grid_sampler_2d"), "inductor gives 0 there", EAGER),
     Quirk("relu of NaN", graded("relu"), "thunder turns NaN into 0 when a gradient is needed", THUNDER),
 )

@@ -19,7 +19,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .quirks_functional import has_functional_form
-from .quirks_nodes import AUGMENTED_NAMES, bound, inputs, is_call, outputs, spelled, tensors
+from .quirks_nodes import AUGMENTED_NAMES, bound, inputs, is_call, needs_grad, outputs, spelled, tensors
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,19 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
 
     ``stays`` tells whether thunder would run a node.
     """
+    _drop_dead_changes(gm)
     nodes = list(gm.graph.nodes)
     changes = [(node, storage) for node in nodes for storage in storages(mutated(node))]
     if not changes:
         return Mutations()
+    for node, _ in changes:
+        if spelled(node) in RESHAPING:
+            return Mutations(f"{spelled(node)} gives a tensor another shape in place", node.name)
+        if any(map(_overlaps_itself, tensors(mutated(node)))):
+            return Mutations(f"{spelled(node)} writes to a tensor of which elements share memory", node.name)
     given = storages([node for node in nodes if not is_call(node) and node.op != "output"])
     outside: set[fx.Node] = set()
+    inside: list[fx.Node] = []
     functional: dict[fx.Node, None] = {}
     graded_nodes = in_grad_mode(nodes)
     # Asking thunder is slow, and a BatchNorm counts in each layer.
@@ -99,7 +106,45 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
                 outside.update(_region(node, names, nodes, lambda other: other not in outside and stays(other)))
         elif _last_of_a_view(node, names, nodes) or seam():
             outside.add(node)
+        else:
+            inside.append(node)
+    # What went outside cuts the graph where there may have been no seam before.
+    if outside and inside and _seam(nodes, lambda node: node not in outside and stays(node)):
+        outside.update(inside)
     return Mutations(outside=tuple(node for node in nodes if node in outside), functional=tuple(functional))
+
+
+# What is in no op's schema: that the tensor itself is another one afterwards.
+RESHAPING = {
+    *("unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_", "resize_", "resize_as_"),
+    *("set_", "rename_", "resize_as_sparse_"),
+}
+# In place and at random: without them the numbers drawn next would be others.
+RANDOM = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
+
+
+def _drop_dead_changes(gm: fx.GraphModule) -> None:
+    """Erase changes of a graph's own values that nothing reads afterwards, and views of such; thunder fails on some."""
+    nodes = list(gm.graph.nodes)
+    if not any(map(mutated, nodes)):
+        return
+    seen = storages([node for node in nodes if not is_call(node) and node.op != "output"])
+    for node in reversed(nodes):
+        read = storages(node.all_input_nodes)
+        changed = storages(mutated(node))
+        dead = not changed & seen and spelled(node) not in RANDOM if changed else bool(storages(node) & read)
+        if is_call(node) and not node.users and dead:
+            gm.graph.erase_node(node)
+        else:
+            seen |= read
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of an expanded or unfolded one do."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return reach + 1 < tensor.numel()
 
 
 def in_grad_mode(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -138,7 +183,8 @@ def _region(
 ) -> list[fx.Node]:
     """Return the nodes that must be in one inductor partition for this change; none if thunder has it right."""
     between = nodes[nodes.index(names[0]) : nodes.index(change) + 1]
-    if spelled(change) in FORGETFUL and not _read_under_other_names(change, names, nodes) and all(map(stays, between)):
+    keeps_history = not needs_grad(change) or any(t.requires_grad for t in tensors(change.args[1:]))
+    if spelled(change) in FORGETFUL and keeps_history and not _read_under_other_names(change, names, nodes) and all(map(stays, between)):
         return []
     return [node for node in between if is_call(node)]
 
