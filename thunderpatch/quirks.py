@@ -13,6 +13,7 @@ from .quirks_mutation import Mutations, in_grad_mode, mutations
 from .quirks_nodes import is_call, keep_from_thunder, needs_grad, nested, picks, spelled, thunder_takes
 from .quirks_numbers import numbers_in_place_of_tensors
 from .quirks_respelled import spell_out
+from .quirks_unread import drop_unread
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def reroute(gm: fx.GraphModule) -> list[Route]:
     graph is to run as captured, that is the only route; the graph is then left as it was.
     """
     for graph in (gm, *nested(gm)):
+        drop_unread(graph)
         numbers_in_place_of_tensors(graph)
     decisions = [_decide(graph) for graph in (gm, *nested(gm))]
     for _, found in decisions:

@@ -75,7 +75,6 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
 
     ``stays`` tells whether thunder would run a node.
     """
-    _drop_dead_changes(gm)
     nodes = list(gm.graph.nodes)
     changes = [(node, storage) for node in nodes for storage in storages(mutated(node))]
     if not changes:
@@ -104,7 +103,7 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
                 functional[node] = None
             else:
                 outside.update(_region(node, names, nodes, lambda other: other not in outside and stays(other)))
-        elif _last_of_a_view(node, names, nodes) or seam():
+        elif _last_of_a_view(node, names, nodes) or _read_under_other_names(node, names, nodes) or seam():
             outside.add(node)
         else:
             inside.append(node)
@@ -116,27 +115,9 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
 
 # What is in no op's schema: that the tensor itself is another one afterwards.
 RESHAPING = {
-    *("unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_", "resize_", "resize_as_"),
-    *("set_", "rename_", "resize_as_sparse_"),
+    *("unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_", "set_"),
+    *("resize_", "resize_as_", "resize_as_sparse_", "rename_"),
 }
-# In place and at random: without them the numbers drawn next would be others.
-RANDOM = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
-
-
-def _drop_dead_changes(gm: fx.GraphModule) -> None:
-    """Erase changes of a graph's own values that nothing reads afterwards, and views of such; thunder fails on some."""
-    nodes = list(gm.graph.nodes)
-    if not any(map(mutated, nodes)):
-        return
-    seen = storages([node for node in nodes if not is_call(node) and node.op != "output"])
-    for node in reversed(nodes):
-        read = storages(node.all_input_nodes)
-        changed = storages(mutated(node))
-        dead = not changed & seen and spelled(node) not in RANDOM if changed else bool(storages(node) & read)
-        if is_call(node) and not node.users and dead:
-            gm.graph.erase_node(node)
-        else:
-            seen |= read
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -183,8 +164,10 @@ def _region(
 ) -> list[fx.Node]:
     """Return the nodes that must be in one inductor partition for this change; none if thunder has it right."""
     between = nodes[nodes.index(names[0]) : nodes.index(change) + 1]
+    # Eager's result has a gradient even where all of it comes from what has none; thunder's has not.
     keeps_history = not needs_grad(change) or any(t.requires_grad for t in tensors(change.args[1:]))
-    if spelled(change) in FORGETFUL and keeps_history and not _read_under_other_names(change, names, nodes) and all(map(stays, between)):
+    forgets = spelled(change) in FORGETFUL and keeps_history
+    if forgets and not _read_under_other_names(change, names, nodes) and all(map(stays, between)):
         return []
     return [node for node in between if is_call(node)]
 
