@@ -25,14 +25,15 @@ class Gradient(Recomputation):
     """Connects the outputs of one compiled computation to autograd.
 
     Made from the first run, since everything that holds for one call of a compiled computation holds for all:
-    which arguments its backward saves, which of the saved tensors are views, in what order gradients come.
+    which arguments its backward saves, which of the saved tensors are views, in what order gradients come. `fixed`
+    are the positions of the outputs that have none.
     """
 
     def __init__(
         self,
         region: Region,
         backward: Callable[..., Any],
-        differentiable: Sequence[bool] | None,
+        fixed: Sequence[int],
         args: Sequence[Any],
         result: tuple[dict[str, Any], Sequence[Any]],
         observed: Observed,
@@ -46,7 +47,7 @@ class Gradient(Recomputation):
         # A view that is saved keeps its base's graph alive (pytorch/pytorch#94990), except where it is an input.
         inputs = {id(arg) for arg in args}
         self._views = [k for k, t in enumerate(saved) if is_tensor(t) and t._base is not None and id(t) not in inputs]
-        self._fixed = [k for k, yes in enumerate(differentiable or ()) if not yes and is_tensor(data["flat_output"][k])]
+        self._fixed = fixed
         self._views_of, self._views_alone = _views(data["flat_output"], args)
         self._places = _places(data["flat_args"], args)
         self._zeros = zeros_like(data["flat_output"])

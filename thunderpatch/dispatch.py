@@ -126,7 +126,8 @@ class Partition:
             raw, (saved, others) = raw
             if gradient is None:
                 assert observed is not None
-                gradient = Gradient(self.region, entry.backward_fn, self._differentiable, args, (raw, saved), observed)
+                fixed = self._fixed(raw, entry, to_epilogue)
+                gradient = Gradient(self.region, entry.backward_fn, fixed, args, (raw, saved), observed)
                 self._gradients[entry.backward_fn] = gradient
             with torch.enable_grad():
                 raw = gradient.connect(args, raw, saved, others)
@@ -134,6 +135,15 @@ class Partition:
         # thunder sets what its trace ends with at the first call only.
         torch.set_grad_enabled(grad_mode if self._leaves is None else self._leaves)
         return result, entry, inputs, to_epilogue, raw
+
+    def _fixed(self, raw: dict[str, Any], entry: Any, to_epilogue: Any) -> list[int]:
+        """Return which outputs of thunder's code have no gradient. It returns once what is an output twice."""
+        outputs, differentiable = raw["flat_output"], self._differentiable or ()
+        if differentiable and len(outputs) != len(differentiable) and not to_epilogue:
+            given = entry.epilogue_fn(*raw["output"])  # it does nothing but hand them out
+            wanted = {id(value) for value, yes in zip(given, differentiable, strict=True) if yes}
+            differentiable = [id(value) in wanted for value in outputs]
+        return [k for k, yes in enumerate(differentiable) if not yes and isinstance(outputs[k], torch.Tensor)]
 
     def _direct(
         self, args: Sequence[Any], entry: Any, inputs: Any, to_epilogue: Any, raw: Any, result: Any

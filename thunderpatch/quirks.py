@@ -78,6 +78,10 @@ def _decide(gm: fx.GraphModule) -> tuple[dict[fx.Node, Route], Mutations]:
         if node in graded and node not in routes and lacks_gradient(node):
             routes[node] = Route(NO_GRADIENT.name, node.name, NO_GRADIENT.target, NO_GRADIENT.reason)
     found = mutations(gm, lambda node: routes.get(node, IN_THUNDER).target == THUNDER and thunder_takes(node))
+    for node in found.apart:
+        reason = f"{spelled(node)} changes an input that is read under two names, or across two parts"
+        if routes.get(node, IN_THUNDER).target != EAGER:
+            routes[node] = Route(IN_PLACE, node.name, EAGER, reason)
     for node in found.outside:
         reason = f"{spelled(node)} works on a value that is changed in place and read under two names"
         if routes.get(node, IN_THUNDER).target == THUNDER and not picks(node):

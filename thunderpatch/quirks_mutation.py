@@ -19,16 +19,17 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .quirks_functional import has_functional_form
-from .quirks_nodes import AUGMENTED_NAMES, bound, inputs, is_call, needs_grad, outputs, spelled, tensors
+from .quirks_nodes import AUGMENTED_NAMES, bound, inputs, is_call, needs_grad, op_name, outputs, spelled, tensors
 
 
 @dataclass(frozen=True)
 class Mutations:
-    """What in-place changes call for: the whole graph eager, and why, or nodes that belong together."""
+    """What in-place changes call for: the whole graph eager, and why, or something of these nodes."""
 
     eager: str = ""
     node: str = ""
-    outside: tuple[fx.Node, ...] = ()
+    outside: tuple[fx.Node, ...] = ()  # belong together, in inductor
+    apart: tuple[fx.Node, ...] = ()  # change an input, as captured: AOT autograd does not take each view of one
     functional: tuple[fx.Node, ...] = ()
 
 
@@ -86,6 +87,7 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
             return Mutations(f"{spelled(node)} writes to a tensor of which elements share memory", node.name)
     given = storages([node for node in nodes if not is_call(node) and node.op != "output"])
     outside: set[fx.Node] = set()
+    apart: dict[fx.Node, None] = {}
     inside: list[fx.Node] = []
     functional: dict[fx.Node, None] = {}
     graded_nodes = in_grad_mode(nodes)
@@ -103,14 +105,17 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
                 functional[node] = None
             else:
                 outside.update(_region(node, names, nodes, lambda other: other not in outside and stays(other)))
-        elif _last_of_a_view(node, names, nodes) or _read_under_other_names(node, names, nodes) or seam():
-            outside.add(node)
+        elif _last_of_a_view(node, names, nodes) or _cast_is_read(node, names, nodes) or seam():
+            apart[node] = None
         else:
             inside.append(node)
     # What went outside cuts the graph where there may have been no seam before.
-    if outside and inside and _seam(nodes, lambda node: node not in outside and stays(node)):
-        outside.update(inside)
-    return Mutations(outside=tuple(node for node in nodes if node in outside), functional=tuple(functional))
+    cut = {*outside, *apart}
+    if cut and inside and _seam(nodes, lambda node: node not in cut and stays(node)):
+        apart.update(dict.fromkeys(inside))
+    return Mutations(
+        outside=tuple(node for node in nodes if node in outside), apart=tuple(apart), functional=tuple(functional)
+    )
 
 
 # What is in no op's schema: that the tensor itself is another one afterwards.
@@ -148,6 +153,17 @@ def _read_under_other_names(change: fx.Node, names: list[fx.Node], nodes: list[f
     target, end = change.args[0] if change.args else None, nodes.index(change)
     others = [name for name in names if name is not target and nodes.index(name) < end]
     return any(nodes.index(user) > end for name in others for user in name.users)
+
+
+# What returns its very input where there is nothing to convert, and thunder does not know for a view.
+CASTS = {"float", "double", "half", "bfloat16", "type", "type_as", "int", "long", "short", "byte", "char", "bool"}
+
+
+def _cast_is_read(change: fx.Node, names: list[fx.Node], nodes: list[fx.Node]) -> bool:
+    """Whether what is changed is read after that, and is or has been converted to the type that it has."""
+    end = nodes.index(change)
+    cast = any(is_call(name) and op_name(name) in CASTS and nodes.index(name) < end for name in names)
+    return cast and any(nodes.index(user) > end for name in names for user in name.users)
 
 
 def _last_of_a_view(change: fx.Node, names: list[fx.Node], nodes: list[fx.Node]) -> bool:
