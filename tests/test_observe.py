@@ -136,7 +136,7 @@ EXPECTED = {
     "partly": ("partly", "thunder leaves operations to inductor"),
     "routed_partly": ("partly", "copysign to inductor: thunder's gradient of copysign lacks the sign's"),
     "routed_whole": ("routed", "copysign to inductor: thunder's gradient of copysign lacks the sign's"),
-    "routed": ("routed", "which thunder gets wrong"),
+    "routed": ("routed", "and thunder gets its gradient wrong"),
     "eager": ("eager", ""),
     "latched": ("latched", "RuntimeError: cannot be had"),
     "failed": ("failed", "the region could not be compiled"),

@@ -48,7 +48,7 @@ def reroute(gm: fx.GraphModule) -> list[Route]:
     decisions = [_decide(graph) for graph in (gm, *nested(gm))]
     for _, found in decisions:
         if found.eager:
-            reason = f"{found.eager} ({found.node}), which thunder gets wrong"
+            reason = f"{found.eager} ({found.node}), {found.fault}"
             return [Route(IN_PLACE, "", EAGER, reason)]
     calls = [node for node in gm.graph.nodes if is_call(node) and not picks(node)]
     eager = [route for node in calls if (route := decisions[0][0].get(node, IN_THUNDER)).target == EAGER]

@@ -28,6 +28,7 @@ class Mutations:
 
     eager: str = ""
     node: str = ""
+    fault: str = "and thunder gets its gradient wrong"
     outside: tuple[fx.Node, ...] = ()  # belong together, in inductor
     apart: tuple[fx.Node, ...] = ()  # change an input, as captured: AOT autograd does not take each view of one
     functional: tuple[fx.Node, ...] = ()
@@ -82,9 +83,9 @@ def mutations(gm: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Mutations
         return Mutations()
     for node, _ in changes:
         if spelled(node) in RESHAPING:
-            return Mutations(f"{spelled(node)} gives a tensor another shape in place", node.name)
+            return Mutations(f"{spelled(node)} gives a tensor another shape in place", node.name, "unseen by thunder")
         if any(map(_overlaps_itself, tensors(mutated(node)))):
-            return Mutations(f"{spelled(node)} writes to a tensor of which elements share memory", node.name)
+            return Mutations(f"{spelled(node)} writes to what overlaps itself", node.name, "which no compiler takes")
     given = storages([node for node in nodes if not is_call(node) and node.op != "output"])
     outside: set[fx.Node] = set()
     apart: dict[fx.Node, None] = {}
