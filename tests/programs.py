@@ -21,6 +21,11 @@ a.sum(0, keepdim=True).expand_as(a) | a.mean() | a.clamp(-1, 1) | torch.where(a 
 a + b | a * b | a - b * 0.5 | torch.maximum(a, b) | torch.add(a, b, alpha=2) | torch.stack([a, b]).sum(0) | a @ b
 torch.cat([a.flatten(), b.flatten()]) | a / (b.square() + 1) | torch.where(a > 0, a, b) | torch.lerp(a, b, 0.3)
 torch.zeros_like(a) | torch.ones_like(a) | a.new_zeros(a.shape) | torch.zeros(a.shape) | torch.full_like(a, 0.5)
+self.norm(a) | self.linear(a) | self.perceptron(a) | a @ b.t() | a > b | (a > 0).float() | a.half().float() | a.long()
+a[[0, 2]] | a.topk(2).values | a.max(0).values | a.std(0)
+torch.utils.checkpoint.checkpoint(torch.sin, a, use_reentrant=False) | a[a.argmax(0)]
+a.index_add(0, torch.tensor([0, 1, 2, 3]), b) | nn.functional.scaled_dot_product_attention(a[None], b[None], a[None])
+torch.div(a.shape[0], 2) * a | a.unflatten(0, (2, -1)) | a.repeat(2, 1) | a.tril() | nn.functional.mse_loss(a, b)
 a + self.buffer | a * self.count | a * self.weight | a + self.weight.sum() | self.weight.view(-1) | self.weight * 1
 """
 VIEWS = """
@@ -33,7 +38,9 @@ a.add_(1) | a.mul_(2) | a += 1 | a *= 0.5 | a.zero_() | a.fill_(0.3) | a.relu_()
 a.sigmoid_() | a.abs_() | a.clamp_(max=0.4) | a.cumsum_(0) | a.masked_fill_(a > 0.2, 0.1) | nn.functional.relu(a, True)
 a.copy_(b) | a.add_(b) | a.mul_(b) | a.sub_(b, alpha=2) | a.addcmul_(b, b) | a[0] = 0.5 | a[1:] += 1 | a[0] = b[0]
 a.index_fill_(0, torch.tensor([0]), 0.7) | self.buffer.add_(1) | self.buffer.mul_(0.5) | self.count += 1
-self.buffer.copy_(a.detach().mean())
+self.buffer.copy_(a.detach().mean()) | self.buffer = self.buffer * 0.9 | self.count = self.count + 1
+a[:, 0] = b[:, 1] | a[a > 0] = 0.1 | a.index_add_(0, torch.tensor([1]), b[:1]) | a.t().add_(1) | a.detach().mul_(2)
+torch.add(a, b, out=a) | a.view(-1)[0] = 1.0 | a /= 2 | a **= 2 | a.tril_() | self.act(a)
 """
 Lines = tuple[str, ...]
 
@@ -63,6 +70,8 @@ class Program:
 class _Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.linear, self.norm, self.act = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True)
+        self.perceptron = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
         self.weight = nn.Parameter(torch.tensor([0.7]))
         self.register_buffer("buffer", torch.tensor(0.3))
         self.register_buffer("count", torch.tensor(0))

@@ -54,6 +54,7 @@ FOUND = {
     "a change that only what nobody reads reads": Program(
         ("v1 = x.relu()", "v1.zero_()", "v2 = v1.sin()", "v3 = self.weight * 1"), ("v3",), "", False
     ),
+    "statistics of what nobody reads": Program(("v1 = self.norm(x + 1)", "v2 = self.weight * 2"), ("v2",), ""),
     "turned round in place": Program(("v1 = x.float() * 1", "v1.t_()", "v2 = v1.flatten()"), ("v2", "v1"), ""),
     "with a dimension more, in place": Program(
         ("v1 = y.transpose(0, 1)", "v1.unsqueeze_(0)", "v2 = v1 * 2"), ("v2",), ""

@@ -65,6 +65,10 @@ EVIDENCE: dict[str, Evidence] = {
         lambda x, mean, var: F.instance_norm(x, mean, var),
         lambda: (normal(2, 3, 5), torch.zeros(3), torch.ones(3)),
     ),
+    "statistics alone": Evidence(
+        lambda x, weight, mean, var: (F.batch_norm(x, mean, var, weight, training=True), weight * 2)[1],
+        lambda: (normal(4, 3, grad=False), normal(3), torch.zeros(3), torch.ones(3)),
+    ),
     "interpolate nearest": Evidence(lambda x: F.interpolate(x, scale_factor=0.6), lambda: (normal(1, 1, 4),)),
     "rounded division": Evidence(
         lambda x, y: torch.div(x, y, rounding_mode="floor"), lambda: (given(1.0, 5.0), given(0.0, 2.0))

@@ -54,6 +54,16 @@ def function_class(node: fx.Node) -> bool:
     return node.target is torch.ops.higher_order.autograd_function_apply and not known
 
 
+def norm_that_nothing_reads(node: fx.Node) -> bool:
+    """Whether this is a normalisation that does not lead to a result of the graph."""
+    if op_name(node) != "batch_norm":
+        return False
+    found = [node]
+    for reached in found:
+        found += [user for user in reached.users if user not in found]
+    return not any(reached.op == "output" for reached in found)
+
+
 def loss_over_classes(node: fx.Node) -> bool:
     if op_name(node) not in ("cross_entropy", "nll_loss", "nll_loss_nd"):
         return False

@@ -47,6 +47,12 @@ QUIRKS: tuple[Quirk, ...] = (
         "thunder's loss fails as a sum, in 3 or over 4 dimensions, or without a gradient, and smooths ignored labels",
     ),
     Quirk("instance_norm statistics", conditions.norm_with_statistics, "thunder computes running statistics wrongly"),
+    Quirk(
+        "statistics alone",
+        conditions.norm_that_nothing_reads,
+        "thunder loses the running statistics of a normalisation of which nothing reads the result",
+        EAGER,
+    ),
     Quirk("interpolate nearest", conditions.nearest, "thunder rounds the positions of neighbours differently"),
     Quirk("rounded division", conditions.rounded_division, "thunder's gradient of a rounded division is not zero"),
     Quirk("prod", graded("prod"), "thunder's gradient of a product is NaN where an input is zero", EAGER),

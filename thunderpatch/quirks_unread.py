@@ -10,25 +10,25 @@ from torch.utils import _pytree as pytree
 from .quirks_mutation import mutated, storages
 from .quirks_nodes import is_call, spelled, value
 
-# Without them the random numbers that are drawn next would be others.
-RANDOM = re.compile(
-    "rand|drop|normal|uniform|bernoulli|poisson|cauchy|exponential|geometric|multinomial|rrelu|attention"
+# What does more than its name says: it draws random numbers, after which the next ones are others, or keeps statistics.
+MORE = re.compile(
+    "rand|drop|normal|uniform|bernoulli|poisson|cauchy|exponential|geometric|binomial|multinomial|rrelu|attention"
+    "|batch_norm|instance_norm|embedding|quant"
 )
 
 
 def drop_unread(gm: fx.GraphModule) -> None:
     """Erase from a graph, if it works in place, what has no effect on its results, its inputs or random numbers."""
     nodes = list(gm.graph.nodes)
-    if not any(map(mutated, nodes)):
-        return
+    written = storages([value for node in nodes for value in mutated(node)])
     seen = storages([node for node in nodes if not is_call(node) and node.op != "output"])
     for node in reversed(nodes):
-        changed = storages(mutated(node))
-        effect = changed & seen if changed else not _computes(node)
-        if is_call(node) and not node.users and not effect and not RANDOM.search(spelled(node)):
+        changed, read = storages(mutated(node)), storages(node.all_input_nodes)
+        effect = changed & seen if changed else not (read & written and _computes(node))
+        if is_call(node) and not node.users and not effect and not MORE.search(spelled(node)):
             gm.graph.erase_node(node)
         else:
-            seen |= storages(node.all_input_nodes)
+            seen |= read
 
 
 def _computes(node: fx.Node) -> bool:
